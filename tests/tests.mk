@@ -1,0 +1,32 @@
+# Tests. Programs of tests/<area>/test_*.c see that area's archives only; exit 0 passed, 77 skipped, else failed.
+
+LIBS_TEST := -lcmocka
+TEST_AREAS := proto kernels cpu daemon client
+AR_proto   := proto
+AR_kernels := kernels
+AR_cpu     := cpu kernels
+AR_daemon  := daemon cpu kernels proto
+AR_client  := fused proto
+
+# Fail-the-n-th tests (fault_*.c) are linked with their own allocator and system calls in between.
+WRAP := malloc calloc realloc strdup open openat read pread mmap ftruncate fallocate fcntl memfd_create socket accept4 \
+        sendmsg recvmsg epoll_ctl eventfd dup
+WRAP_FLAGS := $(foreach f,$(WRAP),-Wl,--wrap=$(f))
+
+define area
+TESTS_$(1) := $$(patsubst tests/$(1)/%.c,$$(B)/tests/$(1)/%,$$(wildcard tests/$(1)/test_*.c tests/$(1)/fault_*.c))
+$$(B)/tests/$(1)/test_%: $$(B)/obj/tests/$(1)/test_%.c.o $(foreach a,$(AR_$(1)),$$(B)/lib$(a).a)
+	@mkdir -p $$(@D)
+	$$(SAY) LD $$@
+	$$(Q)$$(CC) $$(LDFLAGS_) -o $$@ $$^ $$(LIBS_TEST) $(foreach a,$(AR_$(1)),$$(LIBS_$(a))) -pthread
+$$(B)/tests/$(1)/fault_%: $$(B)/obj/tests/$(1)/fault_%.c.o $$(B)/obj/tests/fault.c.o $(foreach a,$(AR_$(1)),$$(B)/lib$(a).a)
+	@mkdir -p $$(@D)
+	$$(SAY) LD $$@
+	$$(Q)$$(CC) $$(LDFLAGS_) $$(WRAP_FLAGS) -o $$@ $$^ $$(LIBS_TEST) $(foreach a,$(AR_$(1)),$$(LIBS_$(a))) -pthread
+endef
+$(foreach a,$(TEST_AREAS),$(eval $(call area,$(a))))
+TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a)))
+.SECONDARY:
+
+.PHONY: check tests
+tests: $(TESTS) ## build the test programs
