@@ -1,1 +1,36 @@
-# Dependencies, installation, packages.
+# Dependencies of a fresh machine, installation.
+
+SYSCONFDIR    ?= $(if $(filter /usr,$(PREFIX)),/etc,$(PREFIX)/etc)
+LOCALSTATEDIR ?= $(if $(filter /usr,$(PREFIX)),/var,$(PREFIX)/var)
+INSTALL       := install
+MAN           := $(patsubst deploy/man/%.scd,$(B)/man/%,$(wildcard deploy/man/*.scd))
+
+$(B)/man/%: deploy/man/%.scd
+	@mkdir -p $(@D)
+	$(SAY) MAN $@
+	$(Q)scdoc <$< >$@
+
+deps: ## install what building and testing needs (Debian 12; root or sudo)
+	$(Q)deploy/install-deps.sh
+
+# What a newcomer types first calls this: installs only when something is missing, and nothing with DEPS=0.
+deps-if-missing:
+	$(Q)[ '$(DEPS)' = 0 ] || deploy/install-deps.sh --check 2>/dev/null || $(MAKE) --no-print-directory deps
+
+install: all $(MAN) ## install under DESTDIR and PREFIX
+	$(SAY) INSTALL $(DESTDIR)$(PREFIX)
+	$(Q)$(INSTALL) -d $(addprefix $(DESTDIR)$(PREFIX)/,bin lib/pkgconfig include lib/fused share/doc/fused/models.d)
+	$(Q)$(INSTALL) -m 755 $(B)/fused $(B)/fusectl $(DESTDIR)$(PREFIX)/bin/
+	$(Q)$(INSTALL) -m 644 $(B)/libfused.so.1 $(B)/libfused.a $(DESTDIR)$(PREFIX)/lib/
+	$(Q)ln -sf libfused.so.1 $(DESTDIR)$(PREFIX)/lib/libfused.so
+	$(Q)$(INSTALL) -m 644 $(B)/fused.pc $(DESTDIR)$(PREFIX)/lib/pkgconfig/
+	$(Q)$(INSTALL) -m 644 client/fused.h $(DESTDIR)$(PREFIX)/include/
+	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -m 644 $(B)/fused-cuda.so $(DESTDIR)$(PREFIX)/lib/fused/)
+	$(Q)$(INSTALL) -m 644 README.md proto/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/fused/
+	$(Q)$(INSTALL) -m 644 client/example.c $(DESTDIR)$(PREFIX)/share/doc/fused/
+	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DESTDIR)$(PREFIX)/share/doc/fused/models.d/
+	$(Q)for m in $(MAN); do d=$(DESTDIR)$(PREFIX)/share/man/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 644 $$m $$d/; done
+	$(Q)$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/fused/models.d $(DESTDIR)$(LOCALSTATEDIR)/lib/fused/weights
+	$(Q)[ -e $(DESTDIR)$(SYSCONFDIR)/fused/fused.conf ] || $(INSTALL) -m 644 config/fused.conf $(DESTDIR)$(SYSCONFDIR)/fused/
+
+.PHONY: deps deps-if-missing install

@@ -28,5 +28,27 @@ $(foreach a,$(TEST_AREAS),$(eval $(call area,$(a))))
 TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a)))
 .SECONDARY:
 
-.PHONY: check tests
+
+CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh)
+RUN := B=$(B) tests/run.sh
+
 tests: $(TESTS) ## build the test programs
+
+check: deps-if-missing ## install what is missing, build, run every test that needs no GPU
+	$(Q)$(MAKE) --no-print-directory check-now
+
+check-now: all tests
+	$(Q)$(RUN) $(sort $(TESTS)) $(sort $(CLI_TESTS))
+
+asan: ## the suite under address and undefined behaviour sanitizers
+	$(Q)$(MAKE) --no-print-directory CUDA=0 SANITIZE=address,undefined B=build/asan check-now
+
+tsan: ## the suite under the thread sanitizer
+	$(Q)$(MAKE) --no-print-directory CUDA=0 SANITIZE=thread B=build/tsan check-now
+
+lint: ## include arrows, library owners, lengths, format, clang-tidy
+	$(Q)tests/lint.sh
+	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
+	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
+
+.PHONY: check check-now tests asan tsan lint
