@@ -43,7 +43,7 @@ SRC_kernels := $(wildcard kernels/*.c)
 SRC_cpu     := $(wildcard kernels/cpu/*.c)
 SRC_daemon  := $(filter-out daemon/main.c,$(wildcard daemon/*.c))
 SRC_lib     := client/fused.c
-SRC_cli     := $(filter-out client/fused.c client/example.c,$(wildcard client/*.c))
+SRC_cli     := $(filter-out client/fused.c client/fusectl.c client/example.c,$(wildcard client/*.c))
 SRC_cuda    := $(wildcard kernels/cuda/*.cu)
 obj = $(patsubst %,$(B)/obj/%.o,$(1))
 
@@ -62,13 +62,13 @@ $(B)/lib$(1).a: $(call obj,$(SRC_$(1)))
 	$$(SAY) AR $$@
 	$$(Q)rm -f $$@ && ar rcsD $$@ $$^
 endef
-$(foreach a,proto kernels cpu daemon,$(eval $(call archive,$(a))))
+$(foreach a,proto kernels cpu daemon cli,$(eval $(call archive,$(a))))
 
 $(B)/fused: $(call obj,daemon/main.c) $(B)/libdaemon.a $(B)/libcpu.a $(B)/libkernels.a $(B)/libproto.a
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_daemon) $(LIBS_kernels) $(LIBS_proto)
 
-$(B)/fusectl: $(call obj,$(SRC_cli)) $(B)/libfused.a $(B)/libkernels.a $(B)/libproto.a
+$(B)/fusectl: $(call obj,client/fusectl.c) $(B)/libcli.a $(B)/libfused.a $(B)/libkernels.a $(B)/libproto.a
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_cli) $(LIBS_proto)
 

@@ -6,7 +6,7 @@ AR_proto   := proto
 AR_kernels := kernels
 AR_cpu     := cpu kernels
 AR_daemon  := daemon cpu kernels proto
-AR_client  := fused proto
+AR_client  := cli fused kernels proto
 
 # Fail-the-n-th tests (fault_*.c) are linked with their own allocator and system calls in between.
 WRAP := malloc calloc realloc strdup open openat read pread mmap ftruncate fallocate fcntl memfd_create socket accept4 \
