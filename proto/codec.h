@@ -1,7 +1,8 @@
 /*
  * codec.h - messages to and from msgpack
  *
- * codec.c is the only file that includes msgpack-c. Nothing is unpacked before codec_check() has
+ * codec.c, which decodes and packs, is the only file that includes msgpack-c; encode.c lays
+ * messages out. Nothing is unpacked before codec_check() has
  * walked the raw bytes: depth, counts against the bytes that remain, the number of elements, no
  * trailing bytes.
  */
@@ -31,7 +32,12 @@ int codec_decode_request(struct codec *codec, const uint8_t *bytes, size_t n,
 int codec_decode_reply(struct codec *codec, const uint8_t *bytes, size_t n, struct proto_reply *ret,
                        const char **ret_reason);
 
-/* Encode into a caller's space of `size` bytes. The number of bytes, or -EMSGSIZE. */
+/*
+ * Encode into a caller's space of `size` bytes. The number of bytes; -EMSGSIZE when they do not
+ * fit, or when a reply's document breaks the limits that codec_check() keeps; -EINVAL for a record
+ * that is none (a verb, dtype, rank or error out of its list). What an error text may not hold (see
+ * proto_text_length()) is replaced by '?', and it is cut to PROTO_TEXT_MAX.
+ */
 int codec_encode_request(const struct proto_request *request, uint8_t *bytes, size_t size);
 int codec_encode_reply(const struct proto_reply *reply, uint8_t *bytes, size_t size);
 
@@ -54,6 +60,9 @@ void doc_map(struct doc *doc,
 void doc_list(struct doc *doc, uint32_t n);
 void doc_key(struct doc *doc, const char *key);
 void doc_str(struct doc *doc, const char *s);
+void doc_str_n(struct doc *doc, const char *s, size_t n);
+void doc_bin(struct doc *doc, const void *bytes, size_t n);
+void doc_raw(struct doc *doc, const uint8_t *bytes, size_t n); /* one value, encoded before */
 void doc_uint(struct doc *doc, uint64_t v);
 void doc_int(struct doc *doc, int64_t v);
 void doc_double(struct doc *doc, double v);

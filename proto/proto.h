@@ -18,6 +18,7 @@
 #define PROTO_FDS_MAX          1u     /* fds that one message carries */
 #define PROTO_DEPTH_MAX        8u     /* nesting of maps and arrays */
 #define PROTO_ELEMENTS_MAX     4096u /* maps, arrays, keys and values of one message, all together */
+#define PROTO_KEYS_MAX         64u /* keys of a map that is read: the message, a tensor, an error */
 #define PROTO_INLINE_MAX       32768u /* bytes of an inline tensor */
 #define PROTO_RANK_MAX         8u
 #define PROTO_NAME_MAX         64u  /* bytes of a model or client name, without the NUL */
@@ -214,3 +215,10 @@ enum proto_dtype proto_dtype_parse(const char *name, size_t n);
  * for a negative size. */
 int proto_tensor_size(enum proto_dtype dtype, unsigned rank, const int64_t *shape,
                       uint64_t *ret_bytes);
+
+/* Bytes of the UTF-8 character at s, of which n bytes are there; 0 when there is no valid one. */
+size_t proto_utf8_length(const char *s, size_t n);
+/* The same, but 0 for a control character too: what may stand in a name or text. */
+size_t proto_text_length(const char *s, size_t n);
+/* 1 ... PROTO_NAME_MAX bytes of such characters. */
+bool proto_name_valid(const char *s, size_t n);

@@ -28,6 +28,6 @@ int wire_send(int socket, const void *bytes, size_t n, int fd);
  */
 int wire_recv(int socket, void *bytes, size_t size, int *ret_fd);
 
-/* Connects to the SOCK_SEQPACKET socket at `path`, close-on-exec, blocking. The fd, or
- * -ENAMETOOLONG or -errno. */
+/* Connects to the SOCK_SEQPACKET socket at `path`, close-on-exec, blocking. The fd, -ENAMETOOLONG,
+ * -ETIMEDOUT when the listener's queue stays full for 5 s, or -errno. */
 int wire_connect(const char *path);

@@ -1,0 +1,139 @@
+/*
+ * fault.c - the wrapped calls behind fault.h
+ *
+ * Every wrapper counts, then fails or passes on. The state belongs to the thread that armed, so
+ * that the other side of a socket, run by a thread of the same test, goes on working.
+ */
+#include "fault.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static _Thread_local struct {
+    bool armed;
+    unsigned n, count;
+} fault;
+
+void fault_arm(unsigned n)
+{
+    fault.n = n;
+    fault.count = 0;
+    fault.armed = true;
+}
+
+unsigned fault_count(void)
+{
+    return fault.count;
+}
+
+unsigned fault_disarm(void)
+{
+    fault.armed = false;
+    return fault.count;
+}
+
+unsigned fault_open_fds(void)
+{
+    unsigned n = 0;
+    DIR *dir = opendir("/proc/self/fd");
+
+    if (!dir)
+        abort();
+    while (readdir(dir))
+        n++;
+    closedir(dir);
+    return n;
+}
+
+static bool fails(int error)
+{
+    if (!fault.armed || ++fault.count != fault.n)
+        return false;
+    errno = error;
+    return true;
+}
+
+/* WRAP(return type, name, error, value of a failure, parameters, arguments) */
+#define WRAP(type, name, error, failure, parameters, arguments) \
+    type __real_##name parameters;                              \
+    type __wrap_##name parameters;                              \
+    type __wrap_##name parameters                               \
+    {                                                           \
+        if (fails(error))                                       \
+            return failure;                                     \
+        return __real_##name arguments;                         \
+    }
+
+WRAP(void *, malloc, ENOMEM, NULL, (size_t n), (n))
+WRAP(void *, calloc, ENOMEM, NULL, (size_t n, size_t size), (n, size))
+WRAP(void *, realloc, ENOMEM, NULL, (void *p, size_t n), (p, n))
+WRAP(char *, strdup, ENOMEM, NULL, (const char *s), (s))
+WRAP(ssize_t, read, EIO, -1, (int fd, void *to, size_t n), (fd, to, n))
+WRAP(ssize_t, pread, EIO, -1, (int fd, void *to, size_t n, off_t offset), (fd, to, n, offset))
+WRAP(void *, mmap, ENOMEM, MAP_FAILED,
+     (void *address, size_t n, int protection, int flags, int fd, off_t offset),
+     (address, n, protection, flags, fd, offset))
+WRAP(int, ftruncate, EIO, -1, (int fd, off_t size), (fd, size))
+WRAP(int, fallocate, ENOMEM, -1, (int fd, int mode, off_t offset, off_t n), (fd, mode, offset, n))
+WRAP(int, memfd_create, EMFILE, -1, (const char *name, unsigned flags), (name, flags))
+WRAP(int, socket, EMFILE, -1, (int domain, int type, int protocol), (domain, type, protocol))
+WRAP(int, accept4, EMFILE, -1, (int fd, struct sockaddr *address, socklen_t *n, int flags),
+     (fd, address, n, flags))
+WRAP(ssize_t, sendmsg, EIO, -1, (int fd, const struct msghdr *message, int flags),
+     (fd, message, flags))
+WRAP(ssize_t, recvmsg, EIO, -1, (int fd, struct msghdr *message, int flags), (fd, message, flags))
+WRAP(int, epoll_ctl, ENOMEM, -1, (int epoll, int op, int fd, struct epoll_event *event),
+     (epoll, op, fd, event))
+WRAP(int, eventfd, EMFILE, -1, (unsigned value, int flags), (value, flags))
+WRAP(int, dup, EMFILE, -1, (int fd), (fd))
+
+/* The variadic ones: their one optional argument is a mode, a number or a pointer. */
+int __real_open(const char *path, int flags, ...);
+int __wrap_open(const char *path, int flags, ...);
+int __wrap_open(const char *path, int flags, ...)
+{
+    mode_t mode;
+    va_list ap;
+
+    va_start(ap, flags);
+    mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(ap, mode_t) : 0;
+    va_end(ap);
+    return fails(EMFILE) ? -1 : __real_open(path, flags, mode);
+}
+
+int __real_openat(int dir, const char *path, int flags, ...);
+int __wrap_openat(int dir, const char *path, int flags, ...);
+int __wrap_openat(int dir, const char *path, int flags, ...)
+{
+    mode_t mode;
+    va_list ap;
+
+    va_start(ap, flags);
+    mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(ap, mode_t) : 0;
+    va_end(ap);
+    return fails(EMFILE) ? -1 : __real_openat(dir, path, flags, mode);
+}
+
+int __real_fcntl(int fd, int op, ...);
+int __wrap_fcntl(int fd, int op, ...);
+int __wrap_fcntl(int fd, int op, ...)
+{
+    void *argument;
+    va_list ap;
+
+    va_start(ap, op);
+    argument = va_arg(ap, void *);
+    va_end(ap);
+    return fails(op == F_DUPFD_CLOEXEC ? EMFILE : EIO) ? -1 : __real_fcntl(fd, op, argument);
+}

@@ -1,0 +1,28 @@
+/*
+ * fault.h - makes the n-th system call or allocation of a test fail
+ *
+ * Linked into fault_*.c only, with every function of WRAP (tests/tests.mk) wrapped. Only calls of
+ * the thread that armed count and fail; libraries outside the tree are not touched.
+ *
+ *     for (unsigned n = 1;; n++) {
+ *         fault_arm(n);
+ *         r = what_is_tested();
+ *         if (fault_disarm() < n)
+ *             break;              // every call has had its turn
+ *         ... r tells of the failure, nothing leaked ...
+ *     }
+ */
+#pragma once
+
+/* The n-th wrapped call from now on (from 1) fails, once: allocations and mappings with ENOMEM,
+ * calls that make a descriptor with EMFILE, all others with EIO. */
+void fault_arm(unsigned n);
+
+/* Wrapped calls of this thread since fault_arm(). */
+unsigned fault_count(void);
+
+/* Nothing fails any more. Returns the count. */
+unsigned fault_disarm(void);
+
+/* Open descriptors of this process. */
+unsigned fault_open_fds(void);
