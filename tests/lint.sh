@@ -16,7 +16,7 @@ out=$(
     arrows proto 'proto/|[a-z_]+\.h"'
     arrows kernels 'kernels/|[a-z_]+\.(h|cuh)"'
     arrows daemon 'proto/|kernels/[a-z]+\.h"|daemon/|[a-z_]+\.h"'
-    arrows client 'proto/|client/|[a-z_]+\.h"' | grep -vE 'client/(offline|tensorfile)\.c:[0-9]+:#include "kernels/(model|pipeline|safetensors|conf|tensor|report)\.h"'
+    arrows client 'proto/|client/|[a-z_]+\.h"' | grep -vE 'client/(offline|tensorfile|npy)\.[ch]:[0-9]+:#include "kernels/(model|pipeline|safetensors|conf|tensor|report)\.h"'
 )
 [ -z "$out" ] || { echo "$out"; bad=1; }
 
@@ -27,7 +27,7 @@ owner() { # HEADER-REGEX FILE-REGEX
 }
 owner 'msgpack' 'proto/codec\.c'
 owner 'libconfig' 'kernels/conf\.c'
-owner 'jansson' 'kernels/safetensors\.c|client/[a-z_]+\.c'
+owner 'jansson' 'kernels/safetensors\.c|client/(fusectl\.h|[a-z_]+\.c)'
 owner 'oneapi|dnnl' 'kernels/cpu/(linear|conv3d|onednn)\.[ch]'
 owner 'cublas' 'kernels/cuda/(gemm|cuda)\.cuh?'
 owner 'cudnn' 'kernels/cuda/(conv|cuda)\.cuh?'

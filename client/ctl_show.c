@@ -1,0 +1,295 @@
+/*
+ * ctl_show.c - fusectl status, models, describe, stats
+ *
+ * Each prints one of the server's documents for people. A key that this version does not know is
+ * not shown, one that the server does not send prints as "-": --json has everything.
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/fusectl.h"
+
+#define QUICK_MS 30000
+
+/* A label and the column where its value starts. */
+static void label(const char *text)
+{
+    printf("%-11s ", text);
+}
+
+static void print_device(const json_t *device)
+{
+    static const struct {
+        const char *key, *unit;
+    } readings[] = {{"temperature_c", "C"}, {"power_w", "W"}, {"clock_mhz", "MHz"}};
+    char used[CTL_TEXT_MAX], total[CTL_TEXT_MAX];
+    uint64_t memory = ctl_uint(device, "memory_total_bytes");
+    const char *uuid = ctl_str(device, "uuid");
+
+    label("device");
+    printf("%s%s%s\n", ctl_str(device, "name"), uuid[0] != 0 && strcmp(uuid, "-") != 0 ? ", " : "",
+           strcmp(uuid, "-") != 0 ? uuid : "");
+    if (memory == 0)
+        return;
+    label("");
+    printf("%s of %s free", ctl_bytes(ctl_uint(device, "memory_free_bytes"), used),
+           ctl_bytes(memory, total));
+    for (size_t i = 0; i < sizeof(readings) / sizeof(readings[0]); i++) {
+        const json_t *value = json_object_get(device, readings[i].key);
+
+        if (json_is_integer(value) && json_integer_value(value) >= 0)
+            printf(", %lld %s", (long long)json_integer_value(value), readings[i].unit);
+    }
+    printf(", driver %s\n", ctl_str(device, "driver"));
+}
+
+static void print_uids(const json_t *uids)
+{
+    const json_t *uid;
+    char text[CTL_TEXT_MAX];
+    size_t i;
+
+    json_array_foreach((json_t *)(uintptr_t)uids, i, uid)
+    {
+        label(i == 0 ? "uids" : "");
+        printf("%" PRIu64 ": %" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
+               " requests\n",
+               ctl_uint(uid, "uid"), ctl_uint(uid, "connections"), ctl_uint(uid, "buffers"),
+               ctl_bytes(ctl_uint(uid, "buffer_bytes"), text), ctl_uint(uid, "requests"));
+    }
+}
+
+static void print_status(const json_t *status)
+{
+    const json_t *totals = json_object_get(status, "totals"), *you = json_object_get(status, "you");
+    const json_t *devices = json_object_get(status, "devices"), *device;
+    uint64_t up_s = ctl_uint(status, "uptime_s");
+    char a[CTL_TEXT_MAX], b[CTL_TEXT_MAX];
+    size_t i;
+
+    label("server");
+    printf("%s, %s, up %" PRIu64 ":%02" PRIu64 ":%02" PRIu64 "\n", ctl_str(status, "server"),
+           ctl_str(status, "state"), up_s / 3600, up_s / 60 % 60, up_s % 60);
+    label("backend");
+    printf("%s", ctl_str(status, "backend"));
+    if (json_is_string(json_object_get(status, "fallback")))
+        printf(" (%s)", ctl_str(status, "fallback"));
+    printf(", log level %s\n", ctl_str(status, "log_level"));
+    json_array_foreach((json_t *)(uintptr_t)devices, i, device) print_device(device);
+    label("models");
+    printf("%" PRIu64 ", %s resident, %s of work space\n", ctl_uint(status, "models"),
+           ctl_bytes(ctl_uint(status, "resident_bytes"), a),
+           ctl_bytes(ctl_uint(status, "arena_bytes"), b));
+    label("clients");
+    printf("%" PRIu64 " connections, %" PRIu64 " buffers (%s)\n", ctl_uint(totals, "connections"),
+           ctl_uint(totals, "buffers"), ctl_bytes(ctl_uint(totals, "buffer_bytes"), a));
+    label("requests");
+    printf("%" PRIu64 " accepted and not answered, %" PRIu64 " rows waiting, %" PRIu64
+           " answered, %" PRIu64 " refused\n",
+           ctl_uint(totals, "requests"), ctl_uint(totals, "queued_rows"),
+           ctl_uint(totals, "answered"), ctl_uint(totals, "refused"));
+    label("you");
+    printf("uid %" PRIu64 "%s, %" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
+           " requests\n",
+           ctl_uint(you, "uid"), ctl_bool(you, "admin") ? " (administrator)" : "",
+           ctl_uint(you, "connections"), ctl_uint(you, "buffers"),
+           ctl_bytes(ctl_uint(you, "buffer_bytes"), a), ctl_uint(you, "requests"));
+    print_uids(json_object_get(status, "uids"));
+}
+
+static void print_models(const json_t *document)
+{
+    const json_t *models = json_object_get(document, "models"), *model;
+    int width = 4;
+    size_t i;
+
+    json_array_foreach((json_t *)(uintptr_t)models, i, model)
+    {
+        int n = (int)strlen(ctl_str(model, "name"));
+
+        width = n > width ? n : width;
+    }
+    printf("%-*s  %-8s  %-7s  %-7s  %s\n", width, "NAME", "DTYPE", "VERSION", "STATE", "PROOF");
+    json_array_foreach((json_t *)(uintptr_t)models, i, model)
+        printf("%-*s  %-8s  %-7" PRIu64 "  %-7s  %s\n", width, ctl_str(model, "name"),
+               ctl_str(model, "dtype"), ctl_uint(model, "version"), ctl_str(model, "state"),
+               ctl_bool(model, "proof") ? "constant" : "-");
+}
+
+static void print_lines(const char *name, const json_t *lines)
+{
+    const json_t *line;
+    size_t i;
+
+    json_array_foreach((json_t *)(uintptr_t)lines, i, line)
+    {
+        json_t *wrapped = json_pack("{s:O}", "line", line);
+
+        label(i == 0 ? name : "");
+        puts(ctl_str(wrapped, "line"));
+        json_decref(wrapped);
+    }
+}
+
+static void print_describe(const json_t *model)
+{
+    const json_t *stages = json_object_get(model, "stages"), *stage;
+    char a[CTL_TEXT_MAX], b[CTL_TEXT_MAX];
+    size_t i;
+
+    label("model");
+    printf("%s, version %" PRIu64 "\n", ctl_str(model, "name"), ctl_uint(model, "version"));
+    label("dtype");
+    printf("%s, precision %s\n", ctl_str(model, "dtype"), ctl_str(model, "precision"));
+    label("input");
+    puts(ctl_shape(json_object_get(model, "input"), a));
+    label("output");
+    puts(ctl_shape(json_object_get(model, "output"), a));
+    json_array_foreach((json_t *)(uintptr_t)stages, i, stage)
+    {
+        label(i == 0 ? "stages" : "");
+        printf("%s\n", ctl_str(stage, "text"));
+    }
+    label("batching");
+    printf("max_rows %" PRIu64 ", max_delay_us %" PRIu64 ", queue_rows %" PRIu64 "\n",
+           ctl_uint(model, "max_rows"), ctl_uint(model, "max_delay_us"),
+           ctl_uint(model, "queue_rows"));
+    label("backend");
+    printf("%s, %s resident, %s of work space, %" PRIu64 " launches a batch\n",
+           ctl_str(model, "backend"), ctl_bytes(ctl_uint(model, "resident_bytes"), a),
+           ctl_bytes(ctl_uint(model, "arena_bytes"), b), ctl_uint(model, "launches"));
+    print_lines("plan", json_object_get(model, "plan"));
+    label("proof");
+    puts(ctl_str(json_object_get(model, "proof"), "text"));
+    label("compact");
+    puts(ctl_str(model, "compact"));
+}
+
+static void print_histogram(const char *name, const json_t *histogram)
+{
+    char p50[CTL_TEXT_MAX], p99[CTL_TEXT_MAX], max[CTL_TEXT_MAX];
+
+    label(name);
+    if (ctl_uint(histogram, "count") == 0) {
+        puts("-");
+        return;
+    }
+    printf("p50 %s, p99 %s, max %s\n", ctl_us(ctl_uint(histogram, "p50"), p50),
+           ctl_us(ctl_uint(histogram, "p99"), p99), ctl_us(ctl_uint(histogram, "max"), max));
+}
+
+static void print_stats(const json_t *stats)
+{
+    json_t *errors = json_object_get(stats, "errors"), *count;
+    const char *name;
+    uint64_t batches = ctl_uint(stats, "batches"), rows = ctl_uint(stats, "rows");
+
+    label("model");
+    puts(json_is_string(json_object_get(stats, "model")) ? ctl_str(stats, "model") : "all");
+    label("requests");
+    printf("%" PRIu64 "\n", ctl_uint(stats, "requests"));
+    label("rows");
+    printf("%" PRIu64 " in %" PRIu64 " batches", rows, batches);
+    if (batches > 0)
+        printf(", %.1f a batch, at most %" PRIu64, (double)rows / (double)batches,
+               ctl_uint(stats, "batch_rows_max"));
+    putchar('\n');
+    print_histogram("waiting", json_object_get(stats, "queue_us"));
+    print_histogram("running", json_object_get(stats, "run_us"));
+    label("errors");
+    json_object_foreach(errors, name, count)
+    {
+        /* A name of the error list: letters only, unless the server is none of ours. */
+        if (strspn(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZ_") == strlen(name))
+            printf("%s %lld  ", name, (long long)json_integer_value(count));
+    }
+    puts(json_object_size(errors) == 0 ? "none" : "");
+}
+
+/* Asks, and prints the answer one way or the other. */
+static int show(struct ctl *ctl, int (*ask)(struct fused *f, const char *model, char **ret_json),
+                void (*print)(const json_t *document))
+{
+    struct fused *f;
+    json_t *document;
+    char *json = NULL;
+    int r;
+
+    r = ctl_connect(ctl, QUICK_MS, &f);
+    if (r != CTL_DONE)
+        return r;
+    r = ctl_answer(ctl, f, ask(f, ctl->n_args > 0 ? ctl->args[0] : NULL, &json), NULL);
+    if (r == CTL_DONE)
+        r = ctl_document(ctl, json, &document);
+    if (r == CTL_DONE && document != NULL) {
+        print(document);
+        json_decref(document);
+    }
+    fused_close(f);
+    return r;
+}
+
+static int ask_status(struct fused *f, const char *model, char **ret_json)
+{
+    (void)model;
+    return fused_status(f, ret_json);
+}
+
+static int ask_models(struct fused *f, const char *model, char **ret_json)
+{
+    (void)model;
+    return fused_models(f, ret_json);
+}
+
+static int run_status(struct ctl *ctl)
+{
+    return show(ctl, ask_status, print_status);
+}
+
+static int run_models(struct ctl *ctl)
+{
+    return show(ctl, ask_models, print_models);
+}
+
+static int run_describe(struct ctl *ctl)
+{
+    return show(ctl, fused_describe, print_describe);
+}
+
+static int run_stats(struct ctl *ctl)
+{
+    return show(ctl, fused_stats, print_stats);
+}
+
+const struct command ctl_status = {
+    .name = "status",
+    .args = "",
+    .summary = "Show the server, its device and its clients",
+    .run = run_status,
+};
+
+const struct command ctl_models = {
+    .name = "models",
+    .args = "",
+    .summary = "List the models",
+    .run = run_models,
+};
+
+const struct command ctl_describe = {
+    .name = "describe",
+    .args = "MODEL",
+    .summary = "Show a model: shapes, stages, plan, proof",
+    .n_min = 1,
+    .n_max = 1,
+    .run = run_describe,
+};
+
+const struct command ctl_stats = {
+    .name = "stats",
+    .args = "[MODEL]",
+    .summary = "Show counts and times of a model, or of all",
+    .n_max = 1,
+    .run = run_stats,
+};
