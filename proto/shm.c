@@ -38,8 +38,9 @@ int shm_create(size_t size, struct shm *ret)
 
     if (size == 0)
         return -EINVAL;
-    if (size > INT64_MAX)
-        return -EOVERFLOW;
+    /* tmpfs would take page after page until the kernel kills somebody. */
+    if (size / (size_t)sysconf(_SC_PAGESIZE) >= (size_t)sysconf(_SC_PHYS_PAGES))
+        return -ENOMEM;
     fd = memfd_create("fused", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
         return -errno;

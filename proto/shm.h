@@ -18,8 +18,8 @@ struct shm {
 
 #define SHM_INIT ((struct shm){.fd = -1})
 
-/* Makes, allocates (so that ENOMEM comes here and not as a signal later), seals and maps a region.
- * 0 or -errno. */
+/* Makes, allocates (so that ENOMEM comes here and not as a signal later), seals and maps a region,
+ * zeroed; more than the machine has is -ENOMEM too. 0 or -errno. */
 int shm_create(size_t size, struct shm *ret);
 
 /*
