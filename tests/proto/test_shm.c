@@ -168,6 +168,7 @@ static void test_refuses_other_kinds(void **state)
     close(fds[0]);
     refuse(fds[1], 4096, "not a memory file");
     fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(bind(fd, &(struct sockaddr){.sa_family = AF_UNIX}, sizeof(sa_family_t)), 0);
     assert_int_equal(listen(fd, 1), 0);
     refuse(fd, 4096, "not a memory file");
     refuse(open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC), 4096, "not a memory file");
