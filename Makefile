@@ -55,6 +55,7 @@ $(B)/obj/%.c.o: %.c $(B)/.flags
 	$(Q)$(CC) $(CFLAGS_) $(CFLAGS_$(<D)) -MMD -MP -c -o $@ $<
 
 # Hot loops: more unrolling, and instruction sets chosen when the program starts (target_clones).
+CFLAGS_kernels     := -O3
 CFLAGS_kernels/cpu := -O3
 
 define archive

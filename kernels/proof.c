@@ -42,7 +42,7 @@ struct sizes {
 
 static bool below(float a, float b)
 {
-    return a < b || (a == b && signbit(a) > signbit(b));
+    return a < b || (a == b && signbit(a) && !signbit(b));
 }
 
 static float lesser(float a, float b)

@@ -93,16 +93,21 @@ static inline uint32_t as_bits(float f)
     return u;
 }
 
+/* All ones when the condition holds: choosing by masks leaves the compiler no branch to make. */
+static inline uint32_t mask(bool condition)
+{
+    return -(uint32_t)condition;
+}
+
 static inline float half_widen(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16;
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13; /* exponent and fraction at float32's place */
-    uint32_t normal = bits + ((127 - 15) << 23);
-    uint32_t special = bits | 0x7f800000;
+    uint32_t small = mask((h & 0x7c00) == 0), special = mask((h & 0x7c00) == 0x7c00);
     uint32_t subnormal = as_bits(as_float(bits | 0x38800000) - as_float(0x38800000));
-    uint32_t exponent = h & 0x7c00;
+    uint32_t other = bits + ((127 - 15) << 23) + (special & ((255 - 31 - 127 + 15) << 23));
 
-    return as_float(sign | (exponent == 0 ? subnormal : exponent == 0x7c00 ? special : normal));
+    return as_float(sign | (small & subnormal) | (~small & other));
 }
 
 static inline uint16_t half_round(float f)
@@ -110,17 +115,15 @@ static inline uint16_t half_round(float f)
     uint32_t bits = as_bits(f);
     uint32_t sign = bits >> 16 & 0x8000;
     uint32_t a = bits & 0x7fffffff;
-    uint32_t nan = 0x7e00 | (a >> 13 & 0x1ff);
-    /* Subtracting the exponent's difference, then half an ulp up, ties to even. */
+    uint32_t nan = mask(a > 0x7f800000), large = mask(a >= 0x47800000);
+    uint32_t small = mask(a < 0x38800000);
+    /* Moving the exponent, then half an ulp up, ties to even. */
     uint32_t normal = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
     /* At 0.5 the ulp of float32 is the step of subnormal halves: the addition rounds. */
-    uint32_t subnormal = as_bits(as_float(a < 0x38800000 ? a : 0) + 0.5f) - 0x3f000000;
-    uint32_t h = a > 0x7f800000    ? nan
-                 : a >= 0x47800000 ? 0x7c00
-                 : a >= 0x38800000 ? normal
-                                   : subnormal;
+    uint32_t subnormal = as_bits(as_float(small & a) + 0.5f) - 0x3f000000;
+    uint32_t special = 0x7c00 | (nan & (0x200 | (a >> 13 & 0x1ff)));
 
-    return (uint16_t)(sign | h);
+    return (uint16_t)(sign | (small & subnormal) | (large & special) | (~(small | large) & normal));
 }
 
 static inline float bfloat_widen(uint16_t h)
@@ -131,10 +134,10 @@ static inline float bfloat_widen(uint16_t h)
 static inline uint16_t bfloat_round(float f)
 {
     uint32_t bits = as_bits(f);
-    uint32_t nan = bits >> 16 | 0x40;
+    uint32_t nan = mask((bits & 0x7fffffff) > 0x7f800000);
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+    return (uint16_t)((nan & (bits >> 16 | 0x40)) | (~nan & rounded));
 }
 
 float float16_to_float(uint16_t h)

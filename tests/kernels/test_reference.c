@@ -44,7 +44,7 @@ static void against_y(const char *name, const struct golden *golden, const doubl
         }
         if (golden->y64 && !overflows)
             tolerance = fmax(tolerance, fabs(want - golden->y64[i]));
-        if ((want == 0 && y[i] == 0 && signbit(want) != signbit(y[i])) ||
+        if ((want == 0 && y[i] == 0 && !signbit(want) != !signbit(y[i])) ||
             (y[i] != want && !(fabs(y[i] - want) <= tolerance)))
             fail_msg("%s: y[%ld] is %.9g, not %.9g", name, (long)i, y[i], want);
     }
