@@ -1,0 +1,211 @@
+/*
+ * buffer.c - regions, their charges, and who uses which part of them
+ *
+ * Making a region allocates, pins and maps its pages, and freeing one unmaps them: gigabytes take
+ * far longer than the loop may stop, so both run on helper threads. A region that a client has seen
+ * is never given to anybody else. It lives until its last reference is gone: the handle's, and one
+ * for each request in flight; the charges are given back when the pages are.
+ *
+ * Two requests in flight may read the same range, but nothing orders a write against another
+ * access, so an overlap with a write is refused.
+ */
+#include "buffer.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/base.h"
+
+static void free_now(struct buffer *buffer)
+{
+    uid_give(buffer->uid, CHARGE_BUFFER_BYTES, buffer->size);
+    uid_give(buffer->uid, CHARGE_BUFFERS, 1);
+    uid_unref(buffer->uid);
+    free(buffer);
+}
+
+static void run_make(struct work *work)
+{
+    struct buffer *buffer = (struct buffer *)work;
+    struct buffers *owner = buffer->owner;
+    int r;
+
+    if (buffer->fd >= 0)
+        r = shm_adopt(buffer->fd, buffer->size, &buffer->shm, &buffer->reason);
+    else
+        r = shm_create(buffer->size, &buffer->shm);
+    buffer->fd = close_fd(buffer->fd);
+    if (r == 0 && owner->ops->pin)
+        r = owner->ops->pin(owner->backend, buffer->shm.data, buffer->size, &buffer->memory,
+                            &buffer->report);
+    buffer->result = r;
+}
+
+static void done_make(struct work *work)
+{
+    struct buffer *buffer = (struct buffer *)work;
+
+    buffer->made(buffer, buffer->context);
+}
+
+int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
+                void (*made)(struct buffer *buffer, void *context), void *context)
+{
+    struct buffer *buffer;
+    int r;
+
+    r = uid_take(uid, CHARGE_BUFFERS, 1);
+    if (r < 0)
+        goto close;
+    r = uid_take(uid, CHARGE_BUFFER_BYTES, size);
+    if (r < 0)
+        goto give_buffer;
+    buffer = calloc(1, sizeof(*buffer));
+    if (!buffer) {
+        r = -ENOMEM;
+        goto give_bytes;
+    }
+    buffer->owner = buffers;
+    buffer->uid = uid_ref(uid);
+    buffer->refs = 1;
+    buffer->shm = SHM_INIT;
+    buffer->size = size;
+    buffer->fd = fd;
+    buffer->made = made;
+    buffer->context = context;
+    LIST_INIT(&buffer->uses);
+    work_queue(buffers->works, &buffer->work, run_make, done_make);
+    return 0;
+
+give_bytes:
+    uid_give(uid, CHARGE_BUFFER_BYTES, size);
+give_buffer:
+    uid_give(uid, CHARGE_BUFFERS, 1);
+close:
+    close_fd(fd);
+    return r;
+}
+
+struct buffer *buffer_ref(struct buffer *buffer)
+{
+    buffer->refs++;
+    return buffer;
+}
+
+static void run_free(struct work *work)
+{
+    struct buffer *buffer = (struct buffer *)work;
+
+    if (buffer->memory)
+        buffer->owner->ops->unpin(buffer->owner->backend, buffer->memory);
+    shm_deinit(&buffer->shm);
+}
+
+static void done_free(struct work *work)
+{
+    free_now((struct buffer *)work);
+}
+
+struct buffer *buffer_unref(struct buffer *buffer)
+{
+    if (!buffer)
+        return NULL;
+    assert(buffer->refs > 0);
+    if (--buffer->refs > 0)
+        return NULL;
+    assert(LIST_EMPTY(&buffer->uses));
+    work_queue(buffer->owner->works, &buffer->work, run_free, done_free);
+    return NULL;
+}
+
+int buffer_use(struct buffer *buffer, uint64_t offset, uint64_t size, bool write,
+               struct buffer_use *ret)
+{
+    struct buffer_use *other;
+    uint64_t end;
+
+    if (!add_u64(offset, size, &end) || end > buffer->size)
+        return -ERANGE;
+    LIST_FOREACH(other, &buffer->uses, link)
+    {
+        if ((write || other->write) && offset < other->end && other->begin < end)
+            return -EBUSY;
+    }
+    *ret = (struct buffer_use){
+        .buffer = buffer_ref(buffer), .begin = offset, .end = end, .write = write};
+    LIST_INSERT_HEAD(&buffer->uses, ret, link);
+    return 0;
+}
+
+void buffer_unuse(struct buffer_use *use)
+{
+    if (!use->buffer)
+        return;
+    LIST_REMOVE(use, link);
+    use->buffer = buffer_unref(use->buffer);
+}
+
+/* The place of a handle, or where it would be. */
+static unsigned find(const struct buffer_table *table, uint32_t handle)
+{
+    unsigned low = 0, high = table->n;
+
+    while (low < high) {
+        unsigned middle = low + (high - low) / 2;
+
+        if (table->buffers[middle]->handle < handle)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+int buffer_table_add(struct buffer_table *table, struct buffer *buffer)
+{
+    if (table->last == UINT32_MAX)
+        return -ENOSPC;
+    if (table->n == table->room) {
+        unsigned room = table->room ? 2 * table->room : 8;
+        struct buffer **buffers = reallocarray(table->buffers, room, sizeof(struct buffer *));
+
+        if (!buffers)
+            return -ENOMEM;
+        table->buffers = buffers;
+        table->room = room;
+    }
+    buffer->handle = ++table->last;
+    table->buffers[table->n++] = buffer;
+    return 0;
+}
+
+struct buffer *buffer_table_find(const struct buffer_table *table, uint32_t handle)
+{
+    unsigned place = find(table, handle);
+
+    return place < table->n && table->buffers[place]->handle == handle ? table->buffers[place]
+                                                                       : NULL;
+}
+
+int buffer_table_remove(struct buffer_table *table, uint32_t handle)
+{
+    unsigned place = find(table, handle);
+
+    if (place == table->n || table->buffers[place]->handle != handle)
+        return -ENOENT;
+    buffer_unref(table->buffers[place]);
+    table->n--;
+    memmove(&table->buffers[place], &table->buffers[place + 1],
+            (table->n - place) * sizeof(struct buffer *));
+    return 0;
+}
+
+void buffer_table_deinit(struct buffer_table *table)
+{
+    for (unsigned i = 0; i < table->n; i++)
+        buffer_unref(table->buffers[i]);
+    free(table->buffers);
+    *table = (struct buffer_table){0};
+}

@@ -1,0 +1,84 @@
+/*
+ * buffer.h - memory shared with one client
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include "kernels/backend.h"
+#include "proto/shm.h"
+#include "uid.h"
+#include "work.h"
+
+/* A range of a buffer that a request in flight reads or writes. */
+struct buffer_use {
+    LIST_ENTRY(buffer_use) link;
+    struct buffer *buffer; /* referenced; NULL: no use */
+    uint64_t begin, end;
+    bool write;
+};
+
+struct buffer {
+    struct work work; /* making and freeing, on a helper thread */
+    struct buffers *owner;
+    struct uid *uid;
+    unsigned refs;
+    uint32_t handle; /* 0: not in a table */
+    struct shm shm;
+    struct memory *memory; /* pinned; NULL when the backend pins nothing */
+    LIST_HEAD(, buffer_use) uses;
+
+    /* While it is made: */
+    size_t size;
+    int fd; /* to adopt; -1: create */
+    int result;
+    const char *reason; /* fixed text, or NULL */
+    struct report report;
+    void (*made)(struct buffer *buffer, void *context);
+    void *context;
+};
+
+/* What all buffers of a server share. */
+struct buffers {
+    struct works *works;
+    const struct backend_ops *ops;
+    struct backend *backend;
+};
+
+/*
+ * Makes a buffer on a helper thread: a fresh region, or the client's memfd (fd >= 0, consumed
+ * whatever happens). Charged to the uid at once. `made` is called on the loop thread with the
+ * buffer, whose `result` is 0 or negative; the callee then owns a reference. 0, -EDQUOT, -EBUSY or
+ * -ENOMEM: nothing was begun.
+ */
+int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
+                void (*made)(struct buffer *buffer, void *context), void *context);
+
+struct buffer *buffer_ref(struct buffer *buffer);
+/* The last one unmaps on a helper thread and gives the charges back then. */
+struct buffer *buffer_unref(struct buffer *buffer);
+
+/*
+ * Notes that a request uses [offset, offset + size). -ERANGE when that is not within the buffer,
+ * -EBUSY when it overlaps a range in flight and one of the two writes.
+ */
+int buffer_use(struct buffer *buffer, uint64_t offset, uint64_t size, bool write,
+               struct buffer_use *ret);
+void buffer_unuse(struct buffer_use *use);
+
+/* The buffers of one connection, by handle. Handles are never given twice on a connection. */
+struct buffer_table {
+    struct buffer **buffers; /* ascending handles */
+    unsigned n, room;
+    uint32_t last;
+};
+
+/* Takes over the caller's reference on success. 0, -ENOMEM or -ENOSPC. */
+int buffer_table_add(struct buffer_table *table, struct buffer *buffer);
+/* NULL when there is none of that handle. */
+struct buffer *buffer_table_find(const struct buffer_table *table, uint32_t handle);
+/* Drops the table's reference. 0 or -ENOENT. */
+int buffer_table_remove(struct buffer_table *table, uint32_t handle);
+void buffer_table_deinit(struct buffer_table *table);

@@ -1,0 +1,377 @@
+/*
+ * conn.c - datagrams in, replies out
+ *
+ * A readable connection is read a few datagrams at a time, so that a flood on one does not hold up
+ * the others. Whatever arrives is either dispatched or refused; a received descriptor belongs to
+ * the datagram that it came with and is closed with it, unless the verb took it.
+ *
+ * Replies are sent at once if the socket takes them. Those it does not take wait here, bounded in
+ * number and bytes; the client that does not read is closed, nobody else waits. Descriptors in
+ * sockets that nobody reads are the scarcest: the kernel limits them for this process as a whole.
+ * SIOCOUTQ says whether everything sent so far was read, and only then is their count reset.
+ *
+ * A connection ends in conn_close() and nowhere else, from any depth of a call: the record stays
+ * until the loop has closed its handle, and `closing` tells callers to stop.
+ */
+#include "conn.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+
+#include "clock.h"
+#include "proto/codec.h"
+#include "proto/wire.h"
+#include "server.h"
+#include "verb.h"
+
+#define DATAGRAMS_A_TURN 16
+
+struct conn_reply_entry {
+    TAILQ_ENTRY(conn_reply_entry) link;
+    int fd; /* owned */
+    size_t n;
+    uint8_t bytes[];
+};
+
+static void on_closed(uv_handle_t *handle)
+{
+    struct conn *conn = handle->data;
+
+    uid_unref(conn->uid);
+    free(conn);
+}
+
+static void drop_replies(struct conn *conn)
+{
+    struct conn_reply_entry *entry;
+
+    while ((entry = TAILQ_FIRST(&conn->out))) {
+        TAILQ_REMOVE(&conn->out, entry, link);
+        close_fd(entry->fd);
+        free(entry);
+    }
+    conn->n_out = 0;
+    conn->out_bytes = 0;
+}
+
+void conn_close(struct conn *conn)
+{
+    if (conn->closing)
+        return;
+    conn->closing = true;
+    TAILQ_REMOVE(&conn->server->conns, conn, link);
+    for (unsigned i = 0; i < REQUEST_TABLE; i++) {
+        struct request *request;
+
+        while ((request = LIST_FIRST(&conn->requests.lists[i]))) {
+            if (request->verb == VERB_INFER)
+                scheduler_abandon(&conn->server->scheduler, request);
+            else
+                request_orphan(request);
+        }
+    }
+    buffer_table_deinit(&conn->buffers);
+    drop_replies(conn);
+    uid_give(conn->uid, CHARGE_CONNECTIONS, 1);
+    uv_close((uv_handle_t *)&conn->poll, on_closed);
+    conn->fd = close_fd(conn->fd);
+    log_debug("client.gone", "uid %u: connection closed", conn->peer.uid);
+}
+
+/* ---- out ---- */
+
+static bool fds_were_read(struct conn *conn)
+{
+    int unread = 0;
+
+    if (conn->n_fds_unread == 0)
+        return true;
+    if (ioctl(conn->fd, SIOCOUTQ, &unread) == 0 && unread == 0)
+        conn->n_fds_unread = 0;
+    return conn->n_fds_unread == 0;
+}
+
+static void close_unread(struct conn *conn)
+{
+    log_client(LOG_LEVEL_WARNING, "client.unread",
+               "uid %u, pid %d: does not read its replies, closed", conn->peer.uid,
+               (int)conn->peer.pid);
+    conn_close(conn);
+}
+
+static void on_event(uv_poll_t *poll, int status, int events);
+
+static void watch(struct conn *conn)
+{
+    uv_poll_start(&conn->poll, UV_READABLE | (conn->n_out > 0 ? UV_WRITABLE : 0), on_event);
+}
+
+static void enqueue(struct conn *conn, const uint8_t *bytes, size_t n, int fd)
+{
+    struct conn_reply_entry *entry;
+
+    if (conn->n_out >= CONN_REPLIES_MAX || conn->out_bytes + n > CONN_REPLIES_BYTES) {
+        close_unread(conn);
+        return;
+    }
+    entry = malloc(sizeof(*entry) + n);
+    if (!entry) {
+        conn_close(conn);
+        return;
+    }
+    entry->fd = -1;
+    if (fd >= 0) {
+        entry->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+        if (entry->fd < 0) {
+            free(entry);
+            conn_close(conn);
+            return;
+        }
+    }
+    entry->n = n;
+    memcpy(entry->bytes, bytes, n);
+    TAILQ_INSERT_TAIL(&conn->out, entry, link);
+    conn->out_bytes += n;
+    if (conn->n_out++ == 0)
+        watch(conn);
+}
+
+/* Encodes into the server's space; a reply that does not fit is a bug of ours, said as such. */
+static int encode(struct server *server, const struct proto_reply *reply)
+{
+    static const char text[] = "the answer does not fit into a message";
+    struct proto_reply fallback = *reply;
+    int n = codec_encode_reply(reply, server->tx, sizeof(server->tx));
+
+    if (n >= 0)
+        return n;
+    fallback.error = ERR_INTERNAL;
+    fallback.text = (struct proto_str){text, sizeof(text) - 1};
+    return codec_encode_reply(&fallback, server->tx, sizeof(server->tx));
+}
+
+bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd)
+{
+    struct server *server = conn->server;
+    int n, r;
+
+    if (conn->closing)
+        return true;
+    n = encode(server, reply);
+    if (n < 0) {
+        conn_close(conn);
+        return true;
+    }
+    fds_were_read(conn);
+    if (fd >= 0 && conn->n_fds_unread >= CONN_REPLIES_FDS_MAX) {
+        close_unread(conn);
+        return true;
+    }
+    r = conn->n_out > 0 ? -EAGAIN : wire_send(conn->fd, server->tx, (size_t)n, fd);
+    if (r == -ETOOMANYREFS && fd >= 0)
+        return false;
+    if (fd >= 0)
+        conn->n_fds_unread++;
+    if (r == -EAGAIN)
+        enqueue(conn, server->tx, (size_t)n, fd);
+    else if (r < 0)
+        conn_close(conn);
+    return true;
+}
+
+static void flush(struct conn *conn)
+{
+    struct conn_reply_entry *entry;
+
+    while ((entry = TAILQ_FIRST(&conn->out))) {
+        int r = wire_send(conn->fd, entry->bytes, entry->n, entry->fd);
+
+        if (r == -EAGAIN)
+            return;
+        if (r < 0) {
+            conn_close(conn);
+            return;
+        }
+        TAILQ_REMOVE(&conn->out, entry, link);
+        conn->n_out--;
+        conn->out_bytes -= entry->n;
+        close_fd(entry->fd);
+        free(entry);
+    }
+    watch(conn);
+    server_progress(conn->server);
+}
+
+void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,
+                 const char *text)
+{
+    struct proto_reply reply = {
+        .has_id = true, .id = message->id, .verb = message->verb, .error = error};
+
+    if (!text)
+        text = proto_error_text(error);
+    reply.text = (struct proto_str){text, (uint32_t)strnlen(text, PROTO_TEXT_MAX)};
+    conn_reply(conn, &reply, -1);
+}
+
+/* ---- in ---- */
+
+static void refuse_bad(struct conn *conn, bool has_id, uint64_t id, const char *reason)
+{
+    struct proto_reply reply = {
+        .has_id = has_id,
+        .id = id,
+        .verb = VERB_COUNT,
+        .error = strcmp(reason, "unknown verb") == 0 ? ERR_UNSUPPORTED : ERR_BAD_MESSAGE,
+        .text = {reason, (uint32_t)strlen(reason)},
+    };
+
+    log_client(LOG_LEVEL_INFO, "client.bad_message", "uid %u, pid %d: %s", conn->peer.uid,
+               (int)conn->peer.pid, reason);
+    conn_reply(conn, &reply, -1);
+    if (++conn->n_bad >= PROTO_BAD_MESSAGES_MAX)
+        conn_close(conn);
+}
+
+static void dispatch(struct conn *conn, const struct proto_request *message, int *fd)
+{
+    static const char hello_first[] = "the first message is hello";
+    static const char hello_twice[] = "hello was said before";
+
+    if ((message->verb == VERB_HELLO) == conn->hello) {
+        conn_refuse(conn, message, ERR_BAD_MESSAGE, conn->hello ? hello_twice : hello_first);
+        if (++conn->n_bad >= PROTO_BAD_MESSAGES_MAX)
+            conn_close(conn);
+        return;
+    }
+    if (!access_allowed(&conn->peer, message->verb)) {
+        conn_refuse(conn, message, ERR_DENIED, "this verb is for administrators");
+        return;
+    }
+    if (request_table_find(&conn->requests, message->id)) {
+        conn_refuse(conn, message, ERR_BAD_MESSAGE, "a request of that id is in flight");
+        return;
+    }
+    verb_dispatch(conn, message, fd);
+}
+
+/* False: nothing more to read now. */
+static bool receive(struct conn *conn)
+{
+    struct server *server = conn->server;
+    struct proto_request message;
+    _cleanup_close_ int fd = -1;
+    const char *reason = "";
+    bool has_id = false;
+    uint64_t id = 0;
+    int n, r;
+
+    n = wire_recv(conn->fd, server->rx, sizeof(server->rx), &fd);
+    if (n == -EAGAIN)
+        return false;
+    if (n == -EMSGSIZE || n == -EPROTO) {
+        refuse_bad(conn, false, 0,
+                   n == -EMSGSIZE ? "the datagram is too long" : "too many descriptors");
+        return !conn->closing;
+    }
+    if (n <= 0) {
+        conn_close(conn);
+        return false;
+    }
+    r = codec_decode_request(server->codec, server->rx, (size_t)n, &message, &has_id, &id, &reason);
+    if (r == -EBADMSG) {
+        refuse_bad(conn, has_id, id, reason);
+    } else if (r < 0) {
+        struct proto_request failed = {.id = id, .verb = VERB_COUNT};
+
+        conn_refuse(conn, &failed, ERR_NO_MEMORY, NULL);
+    } else {
+        dispatch(conn, &message, &fd);
+    }
+    return !conn->closing;
+}
+
+static void on_event(uv_poll_t *poll, int status, int events)
+{
+    struct conn *conn = poll->data;
+
+    if (status < 0) {
+        conn_close(conn);
+        return;
+    }
+    if (events & UV_WRITABLE)
+        flush(conn);
+    if (!(events & UV_READABLE))
+        return;
+    for (unsigned i = 0; i < DATAGRAMS_A_TURN && !conn->closing; i++) {
+        if (!receive(conn))
+            return;
+    }
+}
+
+/* ---- arrival ---- */
+
+/* Says why to a client that is not let in: one datagram, if the socket takes it. */
+static void turn_away(struct server *server, int fd, enum proto_error error)
+{
+    const char *text = proto_error_text(error);
+    struct proto_reply reply = {
+        .verb = VERB_COUNT, .error = error, .text = {text, (uint32_t)strlen(text)}};
+    int n = codec_encode_reply(&reply, server->tx, sizeof(server->tx));
+
+    if (n > 0)
+        wire_send(fd, server->tx, (size_t)n, -1);
+}
+
+int conn_new(struct server *server, int socket)
+{
+    _cleanup_close_ int fd = socket;
+    struct uid *uid;
+    struct peer peer;
+    struct conn *conn;
+    int r;
+
+    r = access_peer(fd, server->admin_gid, &peer);
+    if (r < 0)
+        return r;
+    uid = uid_get(&server->uids, peer.uid);
+    if (!uid)
+        return -ENOMEM;
+    r = uid_take(uid, CHARGE_CONNECTIONS, 1);
+    if (r < 0) {
+        turn_away(server, fd, request_error(VERB_HELLO, r));
+        uid_unref(uid);
+        return r;
+    }
+    conn = calloc(1, sizeof(*conn));
+    if (!conn) {
+        r = -ENOMEM;
+        goto give;
+    }
+    r = uv_poll_init(&server->loop, &conn->poll, fd);
+    if (r < 0) {
+        free(conn);
+        goto give;
+    }
+    conn->server = server;
+    conn->poll.data = conn;
+    conn->fd = take_fd(&fd);
+    conn->peer = peer;
+    conn->uid = uid;
+    conn->accepted_us = clock_us();
+    request_table_init(&conn->requests);
+    TAILQ_INIT(&conn->out);
+    TAILQ_INSERT_TAIL(&server->conns, conn, link);
+    watch(conn);
+    log_debug("client.new", "uid %u, pid %d connected", peer.uid, (int)peer.pid);
+    return 0;
+
+give:
+    uid_give(uid, CHARGE_CONNECTIONS, 1);
+    uid_unref(uid);
+    return r;
+}

@@ -1,0 +1,66 @@
+/*
+ * conn.h - one client connection
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include <uv.h>
+
+#include "access.h"
+#include "buffer.h"
+#include "proto/proto.h"
+#include "request.h"
+#include "uid.h"
+
+#define CONN_REPLIES_MAX     256        /* replies that wait because the client does not read */
+#define CONN_REPLIES_FDS_MAX 4          /* replies with fds that it has not read */
+#define CONN_REPLIES_BYTES   (1u << 20) /* bytes of replies that wait */
+
+struct server;
+struct conn_reply_entry;
+
+struct conn {
+    TAILQ_ENTRY(conn) link;
+    struct server *server;
+    uv_poll_t poll;
+    int fd;
+    bool closing;
+
+    struct peer peer;
+    struct uid *uid;
+    char name[PROTO_NAME_MAX + 1];
+    bool hello;
+    uint64_t accepted_us;
+    unsigned n_bad;
+
+    struct request_table requests;
+    struct buffer_table buffers;
+
+    TAILQ_HEAD(, conn_reply_entry) out;
+    unsigned n_out, n_fds_unread;
+    size_t out_bytes;
+};
+
+/*
+ * Takes over an accepted socket (consumed whatever happens): asks who it is, charges it to its uid.
+ * A client over a limit is told so and closed. 0 or a negative errno, for the log only.
+ */
+int conn_new(struct server *server, int fd);
+
+/* Ends a connection at once: its requests are cancelled, its buffers released. The record is freed
+ * from the loop. */
+void conn_close(struct conn *conn);
+
+/*
+ * Sends a reply, or queues it while the client does not read; a client that lets too many wait is
+ * closed. fd (-1: none) is borrowed. False only when a reply with an fd could not be sent because
+ * too many fds are on their way; nothing was sent then.
+ */
+bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd);
+
+/* An error answer to a request that has no record. `text` NULL: the error's own. */
+void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,
+                 const char *text);

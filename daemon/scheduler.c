@@ -1,0 +1,319 @@
+/*
+ * scheduler.c - from receipt to the engine and back
+ *
+ * Work-conserving: whenever a slot is free and something may run, a batch is formed, once a turn of
+ * the loop, so that everything that arrived in that turn is considered together. Among models the
+ * one whose first request has the highest priority, then waits longest, goes first. Requests wait
+ * in queues of the loop until their batch is formed; from then on they run, and cannot be taken
+ * back.
+ *
+ * One timerfd serves both the earliest deadline and the earliest batch that waits for more rows.
+ */
+#include "scheduler.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <string.h>
+#include <sys/timerfd.h>
+
+#include "clock.h"
+#include "proto/base.h"
+
+static struct request *request_of_item(struct batch_item *item)
+{
+    return (struct request *)((char *)item - offsetof(struct request, item));
+}
+
+static struct request *request_of_deadline(struct deadline *deadline)
+{
+    return (struct request *)((char *)deadline - offsetof(struct request, deadline));
+}
+
+static void set_timer(struct scheduler *scheduler, uint64_t at_us)
+{
+    struct itimerspec spec = {0};
+
+    if (at_us == scheduler->timer_us)
+        return;
+    if (at_us != UINT64_MAX) {
+        spec.it_value.tv_sec = (time_t)(at_us / 1000000);
+        spec.it_value.tv_nsec = (long)(at_us % 1000000 * 1000);
+        if (at_us == 0)
+            spec.it_value.tv_nsec = 1; /* all zero would switch it off */
+    }
+    if (timerfd_settime(scheduler->timer_fd, TFD_TIMER_ABSTIME, &spec, NULL) == 0)
+        scheduler->timer_us = at_us;
+}
+
+static void activate(struct scheduler *scheduler, struct version *version)
+{
+    if (version->is_active == (version->queue.n > 0))
+        return;
+    version->is_active = !version->is_active;
+    if (version->is_active)
+        TAILQ_INSERT_TAIL(&scheduler->active, version, active);
+    else
+        TAILQ_REMOVE(&scheduler->active, version, active);
+}
+
+/* Takes a waiting request out of its queue. */
+static void unqueue(struct scheduler *scheduler, struct request *request)
+{
+    struct version *version = request->version;
+
+    assert(request->state == REQUEST_QUEUED);
+    if (request->item.queued)
+        batch_remove(&version->queue, &request->item);
+    deadlines_remove(&scheduler->deadlines, &request->deadline);
+    scheduler->queued_rows -= request->item.rows;
+    scheduler->n_queued--;
+    activate(scheduler, version);
+}
+
+static void end_queued(struct scheduler *scheduler, struct request *request, enum proto_error error)
+{
+    unqueue(scheduler, request);
+    scheduler->refused++;
+    request_fail(request, error, NULL);
+    scheduler->progress(scheduler->context);
+}
+
+static void expire(struct scheduler *scheduler, uint64_t now_us)
+{
+    struct deadline *first;
+
+    while ((first = deadlines_first(&scheduler->deadlines)) && first->at_us <= now_us)
+        end_queued(scheduler, request_of_deadline(first), ERR_DEADLINE);
+}
+
+static struct version *choose(const struct scheduler *scheduler, uint64_t now_us,
+                              uint64_t *ret_next_us)
+{
+    struct version *version, *best = NULL;
+
+    TAILQ_FOREACH(version, &scheduler->active, active)
+    {
+        uint64_t ready_us = batch_ready_us(&version->queue);
+
+        if (ready_us > now_us) {
+            if (ready_us < *ret_next_us)
+                *ret_next_us = ready_us;
+        } else if (!best || batch_before(batch_head(&version->queue), batch_head(&best->queue))) {
+            best = version;
+        }
+    }
+    return best;
+}
+
+static void launch(struct scheduler *scheduler, struct version *version, struct engine_batch *batch)
+{
+    static struct batch_item *items[ENGINE_JOBS_MAX];
+    unsigned n = batch_form(&version->queue, items, ENGINE_JOBS_MAX);
+
+    batch->version = version_ref(version);
+    batch->batch = (struct batch){.plan = version->plan, .jobs = batch->jobs, .n_jobs = n};
+    for (unsigned i = 0; i < n; i++) {
+        struct request *request = request_of_item(items[i]);
+
+        unqueue(scheduler, request);
+        request->state = REQUEST_RUNNING;
+        batch->owners[i] = request;
+        batch->jobs[i] = request->job;
+        batch->batch.rows += request->item.rows;
+    }
+    scheduler->n_running += n;
+    engine_submit(scheduler->engine, batch);
+}
+
+static void run(struct scheduler *scheduler)
+{
+    uint64_t now_us, next_us = UINT64_MAX;
+    struct engine_batch *batch;
+    struct version *version;
+    struct deadline *first;
+
+    if (scheduler->n_queued == 0) {
+        set_timer(scheduler, UINT64_MAX);
+        return;
+    }
+    now_us = clock_us();
+    expire(scheduler, now_us);
+    while ((batch = engine_take(scheduler->engine)) &&
+           (version = choose(scheduler, now_us, &next_us)))
+        launch(scheduler, version, batch);
+    first = deadlines_first(&scheduler->deadlines);
+    if (first && first->at_us < next_us)
+        next_us = first->at_us;
+    set_timer(scheduler, next_us);
+}
+
+static void end_batch(struct scheduler *scheduler, struct engine_batch *batch)
+{
+    struct version *version = batch->version;
+    uint64_t rows = batch->batch.rows;
+
+    if (batch->result == 0) {
+        stats_batch(&version->served->stats, rows);
+        stats_batch(&version->registry->total, rows);
+    }
+    for (unsigned i = 0; i < batch->batch.n_jobs; i++) {
+        struct request *request = batch->owners[i];
+        int r = batch->result < 0 ? batch->result : batch->jobs[i].result;
+
+        request->job = batch->jobs[i];
+        request->started_us = batch->started_us;
+        request->batch_rows = (uint32_t)(rows < UINT32_MAX ? rows : UINT32_MAX);
+        scheduler->n_running--;
+        if (request->cancelled)
+            r = -ECANCELED;
+        if (r < 0) {
+            scheduler->refused++;
+            request_fail(request, request_error(VERB_INFER, r), NULL);
+        } else {
+            scheduler->answered++;
+            request_answer_infer(request, batch->ended_us);
+        }
+    }
+    engine_release(scheduler->engine, batch);
+    version_unref(version);
+}
+
+static void on_done(void *context)
+{
+    struct scheduler *scheduler = context;
+    struct engine_batch *batch;
+
+    while ((batch = engine_done(scheduler->engine))) {
+        bool lost = batch->result == -ENOTRECOVERABLE;
+
+        end_batch(scheduler, batch);
+        if (lost) {
+            scheduler->lost(scheduler->context, "the backend reports that the device is lost");
+            return;
+        }
+    }
+    scheduler->progress(scheduler->context);
+}
+
+static void on_timer(uv_poll_t *timer, int status, int events)
+{
+    struct scheduler *scheduler = timer->data;
+    uint64_t n;
+
+    (void)status;
+    (void)events;
+    if (read(scheduler->timer_fd, &n, sizeof(n)) == sizeof(n))
+        scheduler->timer_us = UINT64_MAX;
+    run(scheduler);
+}
+
+static void on_turn(uv_check_t *turn)
+{
+    run(turn->data);
+}
+
+int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct backend_ops *ops,
+                   struct backend *backend, unsigned slots, unsigned spin_us,
+                   void (*progress)(void *context), void (*lost)(void *context, const char *why),
+                   void *context)
+{
+    int r;
+
+    *scheduler = (struct scheduler){
+        .progress = progress, .lost = lost, .context = context, .timer_us = UINT64_MAX};
+    TAILQ_INIT(&scheduler->active);
+    scheduler->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    if (scheduler->timer_fd < 0)
+        return -errno;
+    r = uv_poll_init(loop, &scheduler->timer, scheduler->timer_fd);
+    if (r < 0)
+        goto close_timer;
+    scheduler->timer.data = scheduler;
+    r = uv_poll_start(&scheduler->timer, UV_READABLE, on_timer);
+    if (r < 0)
+        goto close_handle;
+    uv_check_init(loop, &scheduler->turn);
+    scheduler->turn.data = scheduler;
+    uv_check_start(&scheduler->turn, on_turn);
+    r = engine_new(loop, ops, backend, slots, spin_us, on_done, scheduler, &scheduler->engine);
+    if (r < 0)
+        goto close_turn;
+    return 0;
+
+close_turn:
+    uv_close((uv_handle_t *)&scheduler->turn, NULL);
+close_handle:
+    uv_close((uv_handle_t *)&scheduler->timer, NULL);
+close_timer:
+    scheduler->timer_fd = close_fd(scheduler->timer_fd);
+    return r;
+}
+
+void scheduler_deinit(struct scheduler *scheduler)
+{
+    assert(scheduler->n_queued == 0);
+    assert(scheduler->n_running == 0);
+    scheduler->engine = engine_free(scheduler->engine);
+    uv_close((uv_handle_t *)&scheduler->turn, NULL);
+    uv_close((uv_handle_t *)&scheduler->timer, NULL);
+    scheduler->timer_fd = close_fd(scheduler->timer_fd);
+    deadlines_deinit(&scheduler->deadlines);
+}
+
+int scheduler_add(struct scheduler *scheduler, struct request *request)
+{
+    struct version *version = request->version;
+    int r;
+
+    r = batch_push(&version->queue, &request->item, clock_us());
+    if (r < 0)
+        return r;
+    if (request->deadline.at_us != UINT64_MAX) {
+        r = deadlines_add(&scheduler->deadlines, &request->deadline);
+        if (r < 0) {
+            batch_remove(&version->queue, &request->item);
+            return r;
+        }
+    }
+    request->state = REQUEST_QUEUED;
+    scheduler->queued_rows += request->item.rows;
+    scheduler->n_queued++;
+    activate(scheduler, version);
+    return 0;
+}
+
+void scheduler_cancel(struct scheduler *scheduler, struct request *request)
+{
+    request->cancelled = true;
+    if (request->state == REQUEST_QUEUED)
+        end_queued(scheduler, request, ERR_CANCELLED);
+}
+
+void scheduler_abandon(struct scheduler *scheduler, struct request *request)
+{
+    request_orphan(request);
+    scheduler_cancel(scheduler, request);
+}
+
+void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error, bool running)
+{
+    struct version *version;
+
+    while ((version = TAILQ_FIRST(&scheduler->active)))
+        end_queued(scheduler, request_of_item(batch_head(&version->queue)), error);
+    for (unsigned i = 0; running && i < BACKEND_SLOTS_MAX; i++) {
+        struct engine_batch *batch = engine_slot(scheduler->engine, i);
+
+        for (unsigned k = 0; batch && k < batch->batch.n_jobs; k++) {
+            scheduler->n_running--;
+            scheduler->refused++;
+            /* The device may still write: this record's memory stays, only its client is told. */
+            request_tell(batch->owners[k], error);
+        }
+    }
+}
+
+uint64_t scheduler_oldest_us(const struct scheduler *scheduler)
+{
+    return engine_oldest_us(scheduler->engine);
+}

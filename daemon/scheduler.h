@@ -1,0 +1,52 @@
+/*
+ * scheduler.h - queued requests, deadlines, and what the engine runs next
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include <uv.h>
+
+#include "deadline.h"
+#include "engine.h"
+#include "registry.h"
+#include "request.h"
+
+struct scheduler {
+    struct engine *engine;
+    TAILQ_HEAD(, version) active; /* versions with something in their queue */
+    struct deadlines deadlines;
+    uint64_t queued_rows;
+    unsigned n_queued, n_running;
+    uint64_t answered, refused; /* requests that ended with a result, and with an error */
+
+    int timer_fd; /* timerfd: microseconds, which libuv's timers do not have */
+    uv_poll_t timer;
+    uint64_t timer_us; /* what it is set to; UINT64_MAX: off */
+    uv_check_t turn;   /* once a turn of the loop, after everything that arrived in it */
+
+    void (*progress)(void *context);              /* something ended */
+    void (*lost)(void *context, const char *why); /* the device is gone */
+    void *context;
+};
+
+int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct backend_ops *ops,
+                   struct backend *backend, unsigned slots, unsigned spin_us,
+                   void (*progress)(void *context), void (*lost)(void *context, const char *why),
+                   void *context);
+/* Nothing is queued or running. */
+void scheduler_deinit(struct scheduler *scheduler);
+
+/* Queues a request that is complete. -EBUSY when its model's queue is full, -ENOMEM. */
+int scheduler_add(struct scheduler *scheduler, struct request *request);
+/* Ends a request of an infer: at once when it is queued, after its batch when it runs. */
+void scheduler_cancel(struct scheduler *scheduler, struct request *request);
+/* The same when the client is gone: nobody is answered. */
+void scheduler_abandon(struct scheduler *scheduler, struct request *request);
+/* Answers all that is queued, and with `running` also what runs: the caller then ends the process
+ * without the backend. */
+void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error, bool running);
+/* When the oldest batch that runs was submitted; UINT64_MAX when none runs. */
+uint64_t scheduler_oldest_us(const struct scheduler *scheduler);

@@ -1,0 +1,537 @@
+/*
+ * server.c - the loop, from start to end
+ *
+ * Start: configuration, lock, backend, signals, models on a helper thread while the loop turns (so
+ * that a signal ends it), then the socket becomes reachable and the service manager is told READY.
+ *
+ * One tick, four times a second, does what has no event of its own: silent connections, the age of
+ * running batches, signs of life for the watchdog, progress of the start, an accept that ran out of
+ * descriptors, the end of a drain. That the tick runs is itself the proof that the loop turns.
+ *
+ * End, one of two ways. A drain answers everything that was accepted, then tears everything down in
+ * order. A lost device, or a batch that will not end, is answered and left with _exit(): nothing
+ * may call a backend that does not answer.
+ */
+#include "server.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "clock.h"
+#include "service.h"
+
+#define TICK_MS        250
+#define FLUSH_US       1000000  /* for clients to read their last answers */
+#define EXTEND_US      60000000 /* granted for each model that was loaded */
+#define ACCEPTS_A_TURN 64
+#define STATUS_MAX     700
+
+static void on_tick(uv_timer_t *tick);
+
+/* ---- the end ---- */
+
+/* Leaves without the backend: what the kernel frees is enough. */
+static void leave(struct server *server, int code)
+{
+    listener_close(&server->listener);
+    fflush(NULL);
+    _exit(code);
+}
+
+/* Tells everybody who waits for a helper thread. */
+static void fail_works(struct server *server, enum proto_error error)
+{
+    struct conn *conn, *next;
+
+    for (conn = TAILQ_FIRST(&server->conns); conn; conn = next) {
+        next = TAILQ_NEXT(conn, link);
+        for (unsigned i = 0; i < REQUEST_TABLE; i++) {
+            struct request *request;
+
+            while (!conn->closing && (request = LIST_FIRST(&conn->requests.lists[i])))
+                request_tell(request, error);
+        }
+    }
+}
+
+static void end_now(struct server *server, enum proto_error error, int code)
+{
+    scheduler_fail_all(&server->scheduler, error, true);
+    fail_works(server, error);
+    leave(server, code);
+}
+
+static void on_lost(void *context, const char *why)
+{
+    struct server *server = context;
+
+    server->state = SERVER_LOST;
+    log_error("device.lost", "%s; answering GPU_LOST and ending", why);
+    service_stopping("The device is lost");
+    end_now(server, ERR_GPU_LOST, EXIT_DEVICE_LOST);
+}
+
+static void stop_accepting(struct server *server)
+{
+    if (server->is_accepting)
+        uv_close((uv_handle_t *)&server->accepting, NULL);
+    server->is_accepting = false;
+    listener_close(&server->listener);
+}
+
+/* Closes every handle, so that the loop runs out. Nothing is queued or running. */
+static void tear_down(struct server *server)
+{
+    server->stopping = true;
+    stop_accepting(server);
+    while (!TAILQ_EMPTY(&server->conns))
+        conn_close(TAILQ_FIRST(&server->conns));
+    registry_deinit(&server->registry);
+    scheduler_deinit(&server->scheduler);
+    uv_close((uv_handle_t *)&server->tick, NULL);
+    for (size_t i = 0; i < ARRAY_SIZE(server->signals); i++)
+        uv_close((uv_handle_t *)&server->signals[i], NULL);
+}
+
+static bool has_unsent(const struct server *server)
+{
+    const struct conn *conn;
+
+    TAILQ_FOREACH(conn, &server->conns, link)
+    {
+        if (conn->n_out > 0)
+            return true;
+    }
+    return false;
+}
+
+/* Called from the tick only, so that no caller's connection goes away under it. */
+static void check_drain(struct server *server)
+{
+    const struct scheduler *scheduler = &server->scheduler;
+    uint64_t now_us = clock_us();
+
+    if (server->state != SERVER_DRAINING || server->stopping)
+        return;
+    if (scheduler->n_queued > 0 || scheduler->n_running > 0 || server->n_client_works > 0) {
+        if (now_us < server->drain_until_us)
+            return;
+        log_warning("server.drain_timeout", "%u queued and %u running requests did not end in time",
+                    scheduler->n_queued, scheduler->n_running);
+        end_now(server, ERR_SHUTTING_DOWN, server->exit_code);
+    }
+    if (server->flush_until_us == 0)
+        server->flush_until_us = now_us + FLUSH_US;
+    if (has_unsent(server) && now_us < server->flush_until_us)
+        return;
+    log_info("server.end", "everything is answered");
+    if (server->registry.is_busy)
+        leave(server, server->exit_code); /* a reload that nobody waits for */
+    tear_down(server);
+}
+
+void server_progress(struct server *server)
+{
+    if (server->state == SERVER_DRAINING && !server->stopping)
+        uv_timer_start(&server->tick, on_tick, 0, TICK_MS);
+}
+
+static void on_progress(void *context)
+{
+    server_progress(context);
+}
+
+void server_drain(struct server *server, const char *why)
+{
+    if (server->state == SERVER_STARTING) {
+        log_info("server.end", "%s while starting", why);
+        leave(server, EXIT_OK);
+    }
+    if (server->state != SERVER_READY)
+        return;
+    server->state = SERVER_DRAINING;
+    server->drain_until_us = clock_us() + (uint64_t)server->config.drain_timeout_ms * 1000;
+    log_info("server.drain", "%s: finishing %u queued and %u running requests", why,
+             server->scheduler.n_queued, server->scheduler.n_running);
+    service_stopping("Finishing what was accepted");
+    stop_accepting(server);
+    server_progress(server);
+}
+
+/* ---- connections ---- */
+
+static void on_connect(uv_poll_t *poll, int status, int events)
+{
+    struct server *server = poll->data;
+
+    (void)status;
+    (void)events;
+    for (unsigned i = 0; i < ACCEPTS_A_TURN; i++) {
+        int fd = listener_accept(&server->listener), r;
+
+        if (fd == -EMFILE || fd == -ENFILE || fd == -ENOBUFS || fd == -ENOMEM) {
+            /* Those who wait stay in the backlog; asking again at once would spin. */
+            log_client(LOG_LEVEL_WARNING, "accept.paused", "%s", strerrordesc_np(-fd));
+            uv_poll_stop(&server->accepting);
+            server->accept_paused = true;
+            return;
+        }
+        if (fd == -EAGAIN)
+            return;
+        if (fd < 0)
+            continue; /* that client is gone already */
+        r = conn_new(server, fd);
+        if (r < 0)
+            log_client(LOG_LEVEL_WARNING, "client.refused", "a connection was refused: %s",
+                       strerrordesc_np(-r));
+    }
+}
+
+static int start_accepting(struct server *server)
+{
+    return uv_poll_start(&server->accepting, UV_READABLE, on_connect);
+}
+
+static void close_silent(struct server *server, uint64_t now_us)
+{
+    uint64_t limit_us = (uint64_t)server->config.hello_timeout_ms * 1000;
+    struct conn *conn, *next;
+
+    for (conn = TAILQ_FIRST(&server->conns); conn; conn = next) {
+        next = TAILQ_NEXT(conn, link);
+        if (conn->hello || now_us - conn->accepted_us < limit_us)
+            continue;
+        log_client(LOG_LEVEL_INFO, "client.silent", "uid %u, pid %d: no hello, closed",
+                   conn->peer.uid, (int)conn->peer.pid);
+        conn_close(conn);
+    }
+}
+
+static void on_tick(uv_timer_t *tick)
+{
+    struct server *server = tick->data;
+    uint64_t now_us = clock_us();
+    uint64_t oldest_us = scheduler_oldest_us(&server->scheduler);
+
+    if (oldest_us < now_us &&
+        now_us - oldest_us >= (uint64_t)server->config.batch_timeout_ms * 1000)
+        on_lost(server, "a batch runs longer than batch_timeout_ms");
+    if (server->watchdog_us > 0 && now_us >= server->watchdog_next_us) {
+        service_watchdog();
+        server->watchdog_next_us = now_us + server->watchdog_us;
+    }
+    if (server->start_job) {
+        unsigned n = __atomic_load_n(&server->start_job->n_loaded, __ATOMIC_RELAXED);
+
+        if (n != server->n_loaded_seen)
+            service_extend(EXTEND_US);
+        server->n_loaded_seen = n;
+    }
+    if (server->accept_paused && server->is_accepting) {
+        server->accept_paused = false;
+        start_accepting(server);
+    }
+    close_silent(server, now_us);
+    check_drain(server);
+}
+
+/* ---- models and configuration ---- */
+
+void server_changed(struct server *server, const struct registry_job *job)
+{
+    if (job->result < 0) {
+        log_error("models.failed", "%s", job->report.text);
+        return;
+    }
+    for (unsigned i = 0; i < job->n_changes; i++) {
+        const struct registry_change *change = &job->changes[i];
+        const struct version *version;
+
+        if (change->action == ACTION_UNCHANGED)
+            continue;
+        if (change->action == ACTION_UNLOADED) {
+            log_info("model.unloaded", "%s", change->name);
+            continue;
+        }
+        version = registry_find(&server->registry, change->name, strlen(change->name))->current;
+        log_info("model.loaded", "%s: version %llu in %llu ms, %llu bytes resident, %llu of arenas",
+                 change->name, (unsigned long long)change->number,
+                 (unsigned long long)change->load_us / 1000,
+                 (unsigned long long)version->info.resident_bytes,
+                 (unsigned long long)version->info.arena_bytes);
+        if (version->pipeline->proof.constant)
+            log_info("model.proof", "%s: %s", change->name, version->pipeline->proof.text);
+    }
+}
+
+static void say_ready(const struct server *server, bool log)
+{
+    char text[STATUS_MAX];
+
+    snprintf(text, sizeof(text), "Serving %u models on %s (%s)%s%s", server->registry.n,
+             server->info.name, server->info.device,
+             server->device.fallback[0] ? ", not on CUDA: " : "", server->device.fallback);
+    if (log)
+        log_info("server.ready", "%s", text);
+    service_ready(text);
+}
+
+static uint64_t half_of_memory(void)
+{
+    long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
+
+    return pages > 0 && size > 0 ? (uint64_t)pages * (uint64_t)size / 2 : UINT64_MAX;
+}
+
+static void apply_limits(struct server *server)
+{
+    const struct config *config = &server->config;
+    struct uids *uids = &server->uids;
+
+    uids->uid_limit[CHARGE_CONNECTIONS] = config->uid_connections;
+    uids->uid_limit[CHARGE_BUFFERS] = config->uid_buffers;
+    uids->uid_limit[CHARGE_BUFFER_BYTES] = config->uid_buffer_bytes;
+    uids->uid_limit[CHARGE_REQUESTS] = config->uid_requests;
+    uids->total_limit[CHARGE_CONNECTIONS] = config->total_connections;
+    uids->total_limit[CHARGE_BUFFER_BYTES] =
+        config->total_buffer_bytes ? config->total_buffer_bytes : half_of_memory();
+}
+
+static void on_reloaded(struct registry_job *job, void *context)
+{
+    struct server *server = context;
+
+    server->reload_running = false;
+    server_changed(server, job);
+    log_info("server.reloaded", job->result < 0 ? "nothing changed" : "models are up to date");
+    if (server->state == SERVER_READY)
+        say_ready(server, false);
+}
+
+static void reload(struct server *server)
+{
+    struct report report = {""};
+    struct config next;
+    int r;
+
+    if (server->state != SERVER_READY || server->reload_running)
+        return;
+    service_reloading();
+    r = server_configure(&server->options, &next, &report);
+    if (r < 0) {
+        log_error("config.failed", "%s; nothing changed", report.text);
+    } else {
+        config_adopt(&server->config, &next);
+        log_set_level(server->config.log_level);
+        apply_limits(server);
+        r = registry_submit(&server->registry, TASK_SYNC, NULL, 0, on_reloaded, server);
+    }
+    server->reload_running = r == 0;
+    if (r < 0)
+        say_ready(server, false);
+}
+
+static void on_signal(uv_signal_t *handle, int number)
+{
+    struct server *server = handle->data;
+
+    if (number == SIGHUP) {
+        reload(server);
+    } else if (server->state == SERVER_DRAINING) {
+        log_warning("server.end", "a second signal: ending at once");
+        end_now(server, ERR_SHUTTING_DOWN, server->exit_code);
+    } else {
+        server_drain(server, number == SIGTERM ? "SIGTERM" : "SIGINT");
+    }
+}
+
+/* ---- the start ---- */
+
+const char *server_state_name(const struct server *server)
+{
+    switch (server->state) {
+    case SERVER_DRAINING:
+        return "draining";
+    case SERVER_LOST:
+        return "lost";
+    default:
+        return "ready";
+    }
+}
+
+int server_configure(const struct server_options *options, struct config *ret,
+                     struct report *report)
+{
+    const char *socket = options->socket ? options->socket : getenv("FUSED_SOCKET");
+    struct config config;
+    int r;
+
+    config_defaults(&config);
+    r = config_load(options->config ? options->config : CONFIG_DEFAULT, &config, report);
+    /* The default file need not be there. */
+    if (r < 0 && (r != -ENOENT || options->config))
+        return r;
+    if (socket && *socket) {
+        if (strlen(socket) > CONFIG_SOCKET_MAX)
+            return report_set(report, -EINVAL, "socket: the path is longer than %d bytes",
+                              CONFIG_SOCKET_MAX);
+        snprintf(config.socket, sizeof(config.socket), "%s", socket);
+    }
+    if ((options->backend && strlen(options->backend) >= sizeof(config.backend)) ||
+        (options->models && strlen(options->models) >= sizeof(config.models_dir)))
+        return report_set(report, -EINVAL, "a path on the command line is too long");
+    if (options->backend)
+        snprintf(config.backend, sizeof(config.backend), "%s", options->backend);
+    if (options->models) {
+        snprintf(config.models_dir, sizeof(config.models_dir), "%s", options->models);
+        snprintf(config.weights_dir, sizeof(config.weights_dir), "%s", options->models);
+    }
+    *ret = config;
+    return 0;
+}
+
+static void on_started(struct registry_job *job, void *context)
+{
+    struct server *server = context;
+    struct report report = {""};
+    gid_t group = (gid_t)-1;
+    int r;
+
+    server->start_job = NULL;
+    server_changed(server, job);
+    r = job->result;
+    if (r == 0 && server->config.socket_group[0] &&
+        access_group(server->config.socket_group, &group) < 0)
+        r = report_set(&report, -EINVAL, "socket_group: there is no group of that name");
+    if (r == 0)
+        r = listener_open(&server->listener, server->config.socket_mode, group, &report);
+    if (r == 0) {
+        r = uv_poll_init(&server->loop, &server->accepting, server->listener.fd);
+        server->is_accepting = r == 0;
+        server->accepting.data = server;
+    }
+    if (r == 0)
+        r = start_accepting(server);
+    if (r == 0) {
+        server->state = SERVER_READY;
+        say_ready(server, true);
+        return;
+    }
+    if (job->result == 0)
+        log_error("server.start", "%s", report.text[0] ? report.text : strerrordesc_np(-r));
+    server->exit_code = EXIT_CONFIGURATION;
+    server->state = SERVER_DRAINING;
+    server_progress(server);
+}
+
+static int init_loop(struct server *server)
+{
+    static const int numbers[] = {SIGTERM, SIGINT, SIGHUP};
+    int r;
+
+    r = uv_loop_init(&server->loop);
+    if (r < 0)
+        return r;
+    server->works.loop = &server->loop;
+    uv_timer_init(&server->loop, &server->tick);
+    server->tick.data = server;
+    uv_timer_start(&server->tick, on_tick, TICK_MS, TICK_MS);
+    for (size_t i = 0; i < ARRAY_SIZE(numbers); i++) {
+        uv_signal_init(&server->loop, &server->signals[i]);
+        server->signals[i].data = server;
+        r = uv_signal_start(&server->signals[i], on_signal, numbers[i]);
+        if (r < 0)
+            return r;
+    }
+    server->buffers = (struct buffers){
+        .works = &server->works, .ops = server->device.ops, .backend = server->device.backend};
+    registry_init(&server->registry, &server->works, server->device.ops, server->device.backend,
+                  server->config.models_dir, server->config.weights_dir);
+    return scheduler_init(&server->scheduler, &server->loop, server->device.ops,
+                          server->device.backend, server->info.slots, server->config.spin_us,
+                          on_progress, on_lost, server);
+}
+
+static int fail(int code, const char *event, const struct report *report)
+{
+    log_error(event, "%s", report->text);
+    return code;
+}
+
+/* Everything that can be refused before the loop turns. */
+static int prepare(struct server *server)
+{
+    struct report report = {""};
+    int r;
+
+    if (server_configure(&server->options, &server->config, &report) < 0)
+        return fail(EXIT_CONFIGURATION, "config.failed", &report);
+    log_set_level(server->config.log_level);
+    server->admin_gid = (gid_t)-1;
+    if (server->config.admin_group[0] &&
+        access_group(server->config.admin_group, &server->admin_gid) < 0) {
+        report_set(&report, 0, "admin_group: there is no group of that name");
+        return fail(EXIT_CONFIGURATION, "config.failed", &report);
+    }
+    r = listener_claim(&server->listener, server->config.socket, &report);
+    if (r < 0)
+        return fail(r == -EALREADY ? EXIT_ALREADY_RUNNING : EXIT_CONFIGURATION, "socket.failed",
+                    &report);
+    r = device_open(&server->config, &server->device, &report);
+    if (r < 0)
+        return fail(EXIT_NO_DEVICE, "device.failed", &report);
+    server->device.ops->info(server->device.backend, &server->info);
+    if (server->info.slots < 1 || server->info.slots > BACKEND_SLOTS_MAX) {
+        report_set(&report, 0, "the backend offers %u slots", server->info.slots);
+        return fail(EXIT_NO_DEVICE, "device.failed", &report);
+    }
+    if (server->device.fallback[0])
+        log_warning("device.fallback", "computing on the CPU: %s", server->device.fallback);
+    log_info("device.open", "%s: %s", server->info.name, server->info.device);
+    return EXIT_OK;
+}
+
+int server_run(const struct server_options *options)
+{
+    struct server *server = calloc(1, sizeof(*server));
+    int code, r;
+
+    if (!server)
+        return EXIT_CONFIGURATION;
+    server->options = *options;
+    server->listener = LISTENER_INIT;
+    server->started_us = clock_us();
+    server->codec = codec_new();
+    TAILQ_INIT(&server->conns);
+    uids_init(&server->uids);
+    signal(SIGPIPE, SIG_IGN);
+    code = server->codec ? prepare(server) : EXIT_CONFIGURATION;
+    if (code != EXIT_OK)
+        goto end;
+    apply_limits(server);
+    server->watchdog_us = service_watchdog_interval_us();
+    r = init_loop(server);
+    if (r == 0)
+        r = registry_submit(&server->registry, TASK_SYNC, NULL, 0, on_started, server);
+    if (r < 0) {
+        log_error("server.start", "%s", strerrordesc_np(-r));
+        leave(server, EXIT_CONFIGURATION);
+    }
+    server->start_job = TAILQ_FIRST(&server->registry.jobs);
+    service_status("Loading models");
+    uv_run(&server->loop, UV_RUN_DEFAULT);
+    uv_loop_close(&server->loop);
+    code = server->exit_code;
+
+end:
+    listener_close(&server->listener);
+    close_fd(server->listener.dir_fd);
+    close_fd(server->listener.lock_fd);
+    device_close(&server->device);
+    codec_free(server->codec);
+    free(server);
+    return code;
+}
