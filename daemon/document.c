@@ -215,7 +215,7 @@ void document_describe(struct doc *doc, const struct server *server, const struc
     const struct pipeline *pipeline = version->pipeline;
     const struct proof *proof = &pipeline->proof;
 
-    doc_map(doc, 17);
+    doc_map(doc, pipeline->outer_sum ? 18 : 17);
     put_str(doc, "name", served->name);
     put_uint(doc, "version", version->number);
     put_str(doc, "dtype", dtype_name(version->model.dtype));
@@ -243,6 +243,9 @@ void document_describe(struct doc *doc, const struct server *server, const struc
             pipeline->outer_sum ? "outer_sum"
             : proof->constant   ? "constant"
                                 : "none");
+    /* The shape of the compact result: what the last stage adds to. */
+    if (pipeline->outer_sum)
+        put_shape(doc, "factor", &pipeline->stages[pipeline->n_stages - 1].in);
 }
 
 static void put_histogram(struct doc *doc, const char *key, const struct histogram *histogram)
