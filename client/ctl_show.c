@@ -150,7 +150,7 @@ static void print_describe(const json_t *model)
     json_array_foreach((json_t *)(uintptr_t)stages, i, stage)
     {
         label(i == 0 ? "stages" : "");
-        printf("%s\n", ctl_str(stage, "text"));
+        printf("%-10s %s\n", ctl_str(stage, "op"), ctl_str(stage, "text"));
     }
     label("batching");
     printf("max_rows %" PRIu64 ", max_delay_us %" PRIu64 ", queue_rows %" PRIu64 "\n",
