@@ -32,7 +32,25 @@ TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a)))
 CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh)
 RUN := B=$(B) tests/run.sh
 
-tests: $(TESTS) ## build the test programs
+tests: $(TESTS) $(B)/fake-backend.so ## build the test programs
+
+# Tests of the daemon start it, on the scripted backend too.
+$(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so
+
+$(B)/fake-backend.so: $(call obj,tests/fake_backend.c) $(B)/libcpu.a $(B)/libkernels.a
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ $(LIBS_kernels)
+
+$(B)/tests/demo: $(call obj,tests/demo.c) $(foreach a,$(AR_client),$(B)/lib$(a).a)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_kernels) $(LIBS_proto)
+
+demo: deps-if-missing ## the main job: both shipped models at real size through a private daemon
+	$(Q)$(MAKE) --no-print-directory demo-now
+
+demo-now: all $(B)/tests/demo
+	$(Q)B=$(B) tests/demo.sh
 
 check: deps-if-missing ## install what is missing, build, run every test that needs no GPU
 	$(Q)$(MAKE) --no-print-directory check-now
@@ -51,4 +69,4 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
-.PHONY: check check-now tests asan tsan lint
+.PHONY: demo demo-now check check-now tests asan tsan lint
