@@ -9,10 +9,6 @@
 
 #include "client/fusectl.h"
 
-/* How long the server may take for an answer that needs no work. Loading models has no limit: it
- * reads weights and warms up. */
-#define QUICK_MS 30000
-
 static int print_models(const struct ctl *ctl, char *json)
 {
     json_t *document;
@@ -48,6 +44,7 @@ static int run_model_verb(struct ctl *ctl, model_verb verb, const char *doing)
     char *json = NULL;
     int r;
 
+    /* No limit: loading reads weights and warms up. */
     r = ctl_connect(ctl, -1, &f);
     if (r != CTL_DONE)
         return r;
@@ -82,7 +79,7 @@ static int run_drain(struct ctl *ctl)
     char *json = NULL;
     int r;
 
-    r = ctl_connect(ctl, QUICK_MS, &f);
+    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
     if (r != CTL_DONE)
         return r;
     r = ctl_answer(ctl, f, fused_drain(f, &json), NULL);
@@ -103,7 +100,7 @@ static int run_log(struct ctl *ctl)
     char *json = NULL;
     int r;
 
-    r = ctl_connect(ctl, QUICK_MS, &f);
+    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
     if (r != CTL_DONE)
         return r;
     r = ctl_answer(ctl, f, fused_log_level(f, ctl->args[0], &json), NULL);
@@ -125,7 +122,7 @@ static int run_ping(struct ctl *ctl)
     int64_t ns;
     int r;
 
-    r = ctl_connect(ctl, QUICK_MS, &f);
+    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
     if (r != CTL_DONE)
         return r;
     clock_gettime(CLOCK_MONOTONIC, &before);

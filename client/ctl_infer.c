@@ -240,8 +240,7 @@ static int run_steps(struct ctl *ctl, struct run *run)
 {
     int r;
 
-    /* Loading weights of a large model may precede the answer to a request; a deadline is the
-     * user's to set. */
+    /* No limit of ours: a request may wait long behind others, and a deadline is the user's. */
     r = ctl_connect(ctl, -1, &run->f);
     if (r == CTL_DONE)
         r = describe(ctl, run);

@@ -11,8 +11,6 @@
 
 #include "client/fusectl.h"
 
-#define QUICK_MS 30000
-
 /* A label and the column where its value starts. */
 static void label(const char *text)
 {
@@ -217,7 +215,7 @@ static int show(struct ctl *ctl, int (*ask)(struct fused *f, const char *model, 
     char *json = NULL;
     int r;
 
-    r = ctl_connect(ctl, QUICK_MS, &f);
+    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
     if (r != CTL_DONE)
         return r;
     r = ctl_answer(ctl, f, ask(f, ctl->n_args > 0 ? ctl->args[0] : NULL, &json), NULL);

@@ -72,6 +72,9 @@ extern const struct command ctl_check, ctl_weights; /* offline.c */
 /* "fusectl: ..." on stderr. */
 __attribute__((format(printf, 1, 2))) void ctl_error(const char *format, ...);
 
+/* How long the server may take for an answer that needs no work. */
+#define CTL_QUICK_MS 30000
+
 /* Connects and limits how long the server may take to answer (-1: no limit). CTL_DONE or an exit
  * code, after the reason was printed. */
 int ctl_connect(const struct ctl *ctl, int timeout_ms, struct fused **ret);
