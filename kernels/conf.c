@@ -29,8 +29,8 @@
 
 struct conf {
     config_t config; /* first: a setting leads to it */
-    char file[256];
-    int r; /* the first error */
+    char file[128];  /* for messages: without directory, cut */
+    int r;           /* the first error */
     struct report error;
 };
 

@@ -55,23 +55,23 @@ int file_open(int dirfd, const char *path, int *ret_fd, uint64_t *ret_size, stru
     if (path[0] == 0)
         return report_set(report, -EINVAL, "an empty file name");
     if (dirfd >= 0 && (path[0] == '/' || has_dotdot(path)))
-        return report_set(report, -EINVAL, "%s: the name must stay inside its directory", name);
+        return report_set(report, -EINVAL, "%.128s: the name must stay inside its directory", name);
     fd = dirfd >= 0 ? open_beneath(dirfd, path)
                     : open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (fd < 0) {
         r = errno == ENOENT || errno == ENOTDIR                                           ? -ENOENT
             : errno == ELOOP || errno == EXDEV || errno == ENAMETOOLONG || errno == ENXIO ? -EINVAL
                                                                                           : -EIO;
-        return report_set(report, r, "%s: %s", name,
+        return report_set(report, r, "%.128s: %s", name,
                           errno == EXDEV ? "the name must stay inside its directory"
                                          : strerrordesc_np(errno));
     }
     if (fstat(fd, &st) < 0) {
-        r = report_set(report, -EIO, "%s: %s", name, strerrordesc_np(errno));
+        r = report_set(report, -EIO, "%.128s: %s", name, strerrordesc_np(errno));
         goto fail;
     }
     if (!S_ISREG(st.st_mode)) {
-        r = report_set(report, -EINVAL, "%s: not a regular file", name);
+        r = report_set(report, -EINVAL, "%.128s: not a regular file", name);
         goto fail;
     }
     *ret_fd = fd;
@@ -93,8 +93,9 @@ int file_read(int fd, const char *path, uint64_t offset, void *to, size_t n, str
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
-            return report_set(report, -EIO, "%s: reading at byte %" PRIu64 ": %s", file_base(path),
-                              offset + done, got < 0 ? strerrordesc_np(errno) : "the file ends");
+            return report_set(report, -EIO, "%.128s: reading at byte %" PRIu64 ": %s",
+                              file_base(path), offset + done,
+                              got < 0 ? strerrordesc_np(errno) : "the file ends");
         done += (size_t)got;
     }
     return 0;

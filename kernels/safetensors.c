@@ -29,7 +29,7 @@
 
 struct safetensors {
     int fd;
-    char name[256]; /* without directory */
+    char name[128]; /* for messages: without directory, cut */
     json_t *metadata;
     size_t n;
     struct st_tensor *tensors; /* in the order of the data */
