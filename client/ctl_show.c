@@ -4,6 +4,7 @@
  * Each prints one of the server's documents for people. A key that this version does not know is
  * not shown, one that the server does not send prints as "-": --json has everything.
  */
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -235,10 +236,21 @@ static int ask_status(struct fused *f, const char *model, char **ret_json)
     return fused_status(f, ret_json);
 }
 
+/* The library's list of all pages is an array; a document is an object. */
 static int ask_models(struct fused *f, const char *model, char **ret_json)
 {
+    char *list = NULL, *json;
+    int r;
+
     (void)model;
-    return fused_models(f, ret_json);
+    r = fused_models(f, &list);
+    if (r != 0)
+        return r;
+    r = asprintf(&json, "{\"models\":%s}", list) < 0 ? -ENOMEM : 0;
+    free(list);
+    if (r == 0)
+        *ret_json = json;
+    return r;
 }
 
 static int run_status(struct ctl *ctl)

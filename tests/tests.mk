@@ -36,6 +36,7 @@ tests: $(TESTS) $(B)/fake-backend.so ## build the test programs
 
 # Tests of the daemon start it, on the scripted backend too.
 $(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so
+$(TESTS_client): | $(B)/fused $(B)/fusectl
 
 $(B)/fake-backend.so: $(call obj,tests/fake_backend.c) $(B)/libcpu.a $(B)/libkernels.a
 	$(SAY) LD $@

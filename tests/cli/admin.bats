@@ -41,7 +41,11 @@ infer() {
     expect_status 0
 }
 
-@test "load again: a new version" {
+@test "load again: a new version of a file that changed, else nothing to do" {
+    run "$fusectl" load $m
+    expect_status 0
+    expect_output "^$m: unchanged"
+    echo '# changed' >>"$dir/$m.conf"
     run "$fusectl" load $m --json
     expect_status 0
     expect_output '"action": ?"loaded"'

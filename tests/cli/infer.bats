@@ -17,7 +17,8 @@ teardown_file() {
 
 setup() {
     load common
-    dir=$BATS_TEST_TMPDIR
+    dir=$BATS_TEST_TMPDIR/files
+    mkdir "$dir"
     m=a_5x37x96_g12
     x=$golden/$m.safetensors
 }

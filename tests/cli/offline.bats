@@ -5,7 +5,8 @@ bats_require_minimum_version 1.5.0
 
 setup() {
     load common
-    dir=$BATS_TEST_TMPDIR
+    dir=$BATS_TEST_TMPDIR/files
+    mkdir "$dir"
     m=conv3d-groupnorm-min-clamp-full
 }
 
