@@ -42,8 +42,8 @@ SRC_proto   := $(wildcard proto/*.c)
 SRC_kernels := $(wildcard kernels/*.c)
 SRC_cpu     := $(wildcard kernels/cpu/*.c)
 SRC_daemon  := $(filter-out daemon/main.c,$(wildcard daemon/*.c))
-SRC_lib     := client/fused.c
-SRC_cli     := $(filter-out client/fused.c client/fusectl.c client/example.c,$(wildcard client/*.c))
+SRC_lib     := client/fused.c client/link.c
+SRC_cli     := $(filter-out $(SRC_lib) client/fusectl.c client/example.c,$(wildcard client/*.c))
 SRC_cuda    := $(wildcard kernels/cuda/*.cu)
 obj = $(patsubst %,$(B)/obj/%.o,$(1))
 
@@ -82,7 +82,7 @@ $(B)/libfused.so.1: $(call obj,$(SRC_lib) $(SRC_proto)) client/fused.map
 $(B)/libfused.so: $(B)/libfused.so.1
 	$(Q)ln -sf libfused.so.1 $@
 
-$(B)/libfused.a: $(call obj,$(SRC_lib))
+$(B)/libfused.a: $(call obj,$(SRC_lib) $(SRC_proto))
 	$(SAY) AR $@
 	$(Q)rm -f $@ && ar rcsD $@ $^
 

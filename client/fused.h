@@ -39,6 +39,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#ifdef __GNUC__
+#pragma GCC visibility push(default)
+#endif
 
 #define FUSED_RANK_MAX   8
 #define FUSED_INLINE_MAX 32768 /* bytes of a tensor that travels in a message */
@@ -95,7 +98,7 @@ void fused_close(struct fused *f);
 const char *fused_error_text(const struct fused *f);
 
 /* Limit for every blocking call on this connection, in milliseconds; -1 (the default) waits for
- * ever. */
+ * ever. A call over its limit answers -ETIMEDOUT, and the connection goes on. */
 void fused_set_timeout(struct fused *f, int timeout_ms);
 
 /* ---- buffers ---- */
@@ -171,7 +174,8 @@ struct fused_infer {
 struct fused_result {
     uint64_t id;
     void *user;
-    int code;       /* 0, or an enum fused_code */
+    int code;       /* 0, an enum fused_code, or the -errno that ended the connection (-EPIPE,
+                       -EPROTO) or kept the result from its place (-EINVAL, -ENOMEM) */
     char text[256]; /* the reason when code is not 0 */
     struct fused_tensor
         output; /* dtype, shape and place of the result. Inline without `data`: data points into the
@@ -185,22 +189,29 @@ struct fused_result {
     uint32_t n_full;
 };
 
-/* Runs one request and waits for its answer. Returns its code (also in *ret, which may be NULL), or
- * a negative errno. */
+/*
+ * Runs one request and waits for its answer. Returns its code (also in *ret, which may be NULL), or
+ * a negative errno. After -ETIMEDOUT (see fused_set_timeout()) the request is asked to be cancelled
+ * and stays in flight under ret->id until fused_wait() or fused_next() has taken its answer; until
+ * then its buffers are the server's. Memory at `data` is not written any more.
+ */
 int fused_run(struct fused *f, const struct fused_infer *call, struct fused_result *ret);
 
-/* Sends a request and returns at once; *ret_id is its id. Blocks only while the socket is full. */
+/* Sends a request and returns at once; *ret_id is its id. Blocks only while the socket is full, or
+ * while as many requests are unanswered as the server keeps answers for (256). */
 int fused_submit(struct fused *f, const struct fused_infer *call, uint64_t *ret_id);
 
 /*
  * Takes the next answer, of whichever submitted request ends first. timeout_ms 0: only if one is
- * there; -1: wait. 0 with *ret filled (look at ret->code), -EAGAIN when there is none in time,
- * -ENOENT when nothing is in flight.
+ * there; -1: wait, as long as fused_set_timeout() says. 0 with *ret filled (look at ret->code),
+ * -EAGAIN when there is none in time, -ENOENT when nothing is in flight, -EPIPE or -EPROTO when
+ * nothing is and the connection is at its end. When that end comes, every request in flight gets a
+ * result that says so.
  */
 int fused_next(struct fused *f, int timeout_ms, struct fused_result *ret);
 
-/* Waits for that request only; answers of others are kept for fused_next(). -ENOENT for an id not
- * in flight. */
+/* Waits for that request only; answers of others are kept for fused_next(). Returns as fused_next()
+ * does; -ENOENT for an id not in flight. */
 int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result *ret);
 
 /*
@@ -210,8 +221,8 @@ int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result
  */
 int fused_cancel(struct fused *f, uint64_t id);
 
-/* For event loops: readable when fused_next(f, 0, ...) may have something. Owned by the connection.
- */
+/* For event loops: readable when fused_next(f, 0, ...) may have something, whichever call took it
+ * in. Only to be waited on. Owned by the connection. A negative errno when it cannot be made. */
 int fused_fd(const struct fused *f);
 
 /* Requests sent and not yet taken by fused_next(), fused_wait() or fused_run(). */
@@ -221,7 +232,8 @@ unsigned fused_in_flight(const struct fused *f);
 
 int fused_ping(struct fused *f);
 
-/* Documents as JSON text, to be freed with free(). */
+/* Documents (their keys: PROTOCOL.md) as JSON text, to be freed with free(). *ret_json is untouched
+ * unless 0 is returned. */
 int fused_hello(struct fused *f, char **ret_json); /* limits, backend, devices */
 int fused_status(struct fused *f, char **ret_json);
 int fused_stats(struct fused *f, const char *model, char **ret_json); /* model NULL: the daemon */
@@ -236,6 +248,9 @@ int fused_reload(struct fused *f, const char *model,
 int fused_drain(struct fused *f, char **ret_json);
 int fused_log_level(struct fused *f, const char *level, char **ret_json);
 
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,686 @@
+/*
+ * fused.c - the public calls of the client library
+ *
+ * What a caller hands in is checked here, before anything is sent: names, shapes, whether a tensor
+ * fits its buffer. How requests and answers travel is link.c's.
+ */
+#include "fused.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include "link.h"
+#include "proto/scan.h"
+#include "proto/wire.h"
+
+#define HELLO_TIMEOUT_MS 5000
+#define PAGES_MAX        1024u
+
+#define X(number, NAME, text) _Static_assert((int)FUSED_##NAME == (int)ERR_##NAME, "codes differ");
+PROTO_ERRORS(X)
+#undef X
+_Static_assert(FUSED_RANK_MAX == PROTO_RANK_MAX, "ranks differ");
+_Static_assert(FUSED_INLINE_MAX == PROTO_INLINE_MAX, "inline limits differ");
+
+/* ---- connection ---- */
+
+static int transact_in_time(struct fused *f, struct proto_request *request, int fd)
+{
+    return link_transact(f, request, fd, link_deadline(f->timeout_ms));
+}
+
+const char *fused_version(void)
+{
+    return FUSED_VERSION;
+}
+
+const char *fused_code_name(int code)
+{
+    const char *name = code == 0  ? "OK"
+                       : code > 0 ? proto_error_name((enum proto_error)code)
+                                  : strerrorname_np(-code);
+
+    return name ? name : "UNKNOWN";
+}
+
+size_t fused_dtype_size(enum fused_dtype dtype)
+{
+    return proto_dtype_size((enum proto_dtype)dtype);
+}
+
+static int say_hello(struct fused *f, const char *name, int64_t deadline)
+{
+    struct proto_request request = {.verb = VERB_HELLO,
+                                    .hello = {PROTO_VERSION_MAX, {name, (uint32_t)strlen(name)}}};
+    struct scan_item item;
+    const uint8_t *limit;
+    size_t n, pos = 0;
+    int r;
+
+    r = link_transact(f, &request, -1, deadline);
+    if (r != 0)
+        return r;
+    f->n_hello = f->reply.document.n_bytes;
+    f->hello = malloc(f->n_hello);
+    if (!f->hello)
+        return -ENOMEM;
+    memcpy(f->hello, f->reply.document.bytes, f->n_hello);
+    if (scan_find(f->hello, f->n_hello, "limits.unread_replies", &limit, &n) == 0 &&
+        scan_item(limit, n, &pos, &item) == 0 && item.type == SCAN_UINT && item.u > 0 &&
+        item.u < LINK_CALLS_MAX)
+        f->unread_max = (uint32_t)item.u;
+    return 0;
+}
+
+int fused_connect(const char *socket, const char *name, struct fused **ret)
+{
+    int64_t deadline = link_deadline(HELLO_TIMEOUT_MS);
+    struct fused *f;
+    int r, flags;
+
+    if (!name || !ret || !proto_name_valid(name, strlen(name)))
+        return -EINVAL;
+    if (!socket)
+        socket = secure_getenv("FUSED_SOCKET");
+    f = calloc(1, sizeof *f);
+    if (!f)
+        return -ENOMEM;
+    f->pid = getpid();
+    f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->event_fd = -1;
+    f->first_free = f->first_done = f->last_done = LINK_NONE;
+    f->unread_max = LINK_UNREAD_DEFAULT;
+    f->codec = codec_new();
+    r = f->codec ? 0 : -ENOMEM;
+    if (r == 0)
+        r = f->socket = wire_connect(socket ? socket : PROTO_SOCKET_DEFAULT);
+    if (r >= 0) {
+        flags = fcntl(f->socket, F_GETFL);
+        r = flags < 0 || fcntl(f->socket, F_SETFL, flags | O_NONBLOCK) < 0 ? -errno : 0;
+    }
+    if (r == 0)
+        r = say_hello(f, name, deadline);
+    if (r != 0) {
+        fused_close(f);
+        return r;
+    }
+    *ret = f;
+    return 0;
+}
+
+void fused_close(struct fused *f)
+{
+    if (!f)
+        return;
+    close_fd(f->socket);
+    close_fd(f->loop_fd);
+    close_fd(f->event_fd);
+    for (struct fused_buffer *b = f->buffers; b; b = b->next)
+        b->f = NULL;
+    for (uint32_t k = 0; k < f->n_calls; k++)
+        free(f->calls[k].bytes);
+    free(f->calls);
+    free(f->kept);
+    free(f->hello);
+    codec_free(f->codec);
+    free(f);
+}
+
+const char *fused_error_text(const struct fused *f)
+{
+    return f ? f->text : "";
+}
+
+void fused_set_timeout(struct fused *f, int timeout_ms)
+{
+    f->timeout_ms = timeout_ms < 0 ? -1 : timeout_ms;
+}
+
+int fused_fd(const struct fused *connection)
+{
+    struct fused *f = (struct fused *)connection; /* what is made here is no visible state */
+    struct epoll_event event = {.events = EPOLLIN};
+    _cleanup_close_ int loop_fd = -1, event_fd = -1;
+
+    if (f->pid != getpid())
+        return -EPERM;
+    if (f->loop_fd >= 0)
+        return f->loop_fd;
+    event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    loop_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (event_fd < 0 || loop_fd < 0 || epoll_ctl(loop_fd, EPOLL_CTL_ADD, event_fd, &event) < 0 ||
+        epoll_ctl(loop_fd, EPOLL_CTL_ADD, f->socket, &event) < 0)
+        return link_fail_errno(f, -errno);
+    f->event_fd = take_fd(&event_fd);
+    f->loop_fd = take_fd(&loop_fd);
+    if (f->first_done != LINK_NONE)
+        link_signal(f);
+    return f->loop_fd;
+}
+
+unsigned fused_in_flight(const struct fused *f)
+{
+    return f->pid == getpid() ? f->n_inferences : 0;
+}
+
+/* ---- buffers ---- */
+
+static struct fused_buffer *buffer_link(struct fused *f, struct shm *shm)
+{
+    struct fused_buffer *b = calloc(1, sizeof *b);
+
+    if (!b)
+        return NULL;
+    b->f = f;
+    b->handle = f->reply.buffer.buffer;
+    b->shm = *shm;
+    b->shm.fd = close_fd(b->shm.fd); /* the mapping is enough */
+    b->next = f->buffers;
+    b->link = &f->buffers;
+    if (b->next)
+        b->next->link = &b->next;
+    f->buffers = b;
+    return b;
+}
+
+int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
+{
+    struct proto_request request = {.verb = VERB_BUFFER_CREATE,
+                                    .buffer_create = {size, BUFFER_HOST}};
+    _cleanup_close_ int fd = -1;
+    struct shm shm = SHM_INIT;
+    struct fused_buffer *b;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    r = transact_in_time(f, &request, -1);
+    if (r != 0)
+        return r;
+    fd = take_fd(&f->reply_fd);
+    if (f->reply.buffer.size_bytes != size)
+        return link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
+    r = shm_open_sealed(fd, size, &shm);
+    if (r == -EINVAL)
+        return link_break(f, -EPROTO, "the server broke the protocol: a buffer that is not sealed");
+    if (r == 0) {
+        take_fd(&fd);
+        b = buffer_link(f, &shm);
+        if (b) {
+            *ret = b;
+            return 0;
+        }
+        shm_deinit(&shm);
+        r = -ENOMEM;
+    }
+    link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+    return link_fail_errno(f, r);
+}
+
+int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret)
+{
+    struct proto_request request = {.verb = VERB_BUFFER_REGISTER, .buffer_register = {size}};
+    const char *reason = NULL;
+    struct shm shm = SHM_INIT;
+    struct fused_buffer *b;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    r = shm_adopt(memfd, size, &shm, &reason);
+    if (r < 0)
+        return r == -EINVAL ? link_fail(f, r, "%s", reason) : link_fail_errno(f, r);
+    r = transact_in_time(f, &request, shm.fd);
+    if (r == 0 && f->reply.buffer.size_bytes != size)
+        r = link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
+    if (r == 0) {
+        b = buffer_link(f, &shm);
+        if (b) {
+            *ret = b;
+            return 0;
+        }
+        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        r = link_fail_errno(f, -ENOMEM);
+    }
+    shm_deinit(&shm);
+    return r;
+}
+
+void *fused_buffer_data(const struct fused_buffer *buffer)
+{
+    return buffer->shm.data;
+}
+
+size_t fused_buffer_size(const struct fused_buffer *buffer)
+{
+    return buffer->shm.size;
+}
+
+void fused_buffer_free(struct fused_buffer *buffer)
+{
+    struct fused *f = buffer ? buffer->f : NULL;
+
+    if (f) {
+        *buffer->link = buffer->next;
+        if (buffer->next)
+            buffer->next->link = buffer->link;
+        /* Results that come later must not point at it. */
+        for (uint32_t k = 0; k < f->n_calls; k++)
+            if (f->calls[k].result.output.buffer == buffer)
+                f->calls[k].result.output.buffer = NULL;
+        if (link_enter(f) == 0 && !f->broken)
+            link_release(f, buffer->handle, link_deadline(f->timeout_ms));
+    }
+    if (buffer)
+        shm_deinit(&buffer->shm);
+    free(buffer);
+}
+
+/* ---- inference ---- */
+
+static struct fused_tensor tensor_of(enum fused_dtype dtype, int rank, const int64_t *shape)
+{
+    struct fused_tensor tensor = {.dtype = dtype, .rank = rank};
+
+    for (int k = 0; k < rank && k < FUSED_RANK_MAX; k++)
+        tensor.shape[k] = shape[k];
+    return tensor;
+}
+
+struct fused_tensor fused_tensor_in(struct fused_buffer *buffer, size_t offset,
+                                    enum fused_dtype dtype, int rank, const int64_t *shape)
+{
+    struct fused_tensor tensor = tensor_of(dtype, rank, shape);
+
+    tensor.buffer = buffer;
+    tensor.offset = offset;
+    return tensor;
+}
+
+struct fused_tensor fused_tensor_at(void *data, enum fused_dtype dtype, int rank,
+                                    const int64_t *shape)
+{
+    struct fused_tensor tensor = tensor_of(dtype, rank, shape);
+
+    tensor.data = data;
+    return tensor;
+}
+
+/* Checks a tensor of the caller's and writes it as it travels. */
+static int convert_tensor(struct fused *f, const char *what, const struct fused_tensor *from,
+                          struct proto_tensor *to, uint64_t *ret_bytes)
+{
+    uint64_t bytes;
+    int r;
+
+    if (from->rank < 0 || from->rank > FUSED_RANK_MAX || fused_dtype_size(from->dtype) == 0)
+        return link_fail(f, -EINVAL, "%s: unknown dtype, or a rank that is not 0 to 8", what);
+    r = proto_tensor_size((enum proto_dtype)from->dtype, (unsigned)from->rank, from->shape, &bytes);
+    if (r < 0)
+        return link_fail(f, -EINVAL, "%s: a size is negative, or their product is too large", what);
+    *to =
+        (struct proto_tensor){.dtype = (enum proto_dtype)from->dtype, .rank = (uint8_t)from->rank};
+    memcpy(to->shape, from->shape, sizeof to->shape);
+    if (from->buffer) {
+        if (from->buffer->f != f)
+            return link_fail(f, -EINVAL, "%s: the buffer is of another connection", what);
+        if (from->offset > from->buffer->shm.size || bytes > from->buffer->shm.size - from->offset)
+            return link_fail(f, -EINVAL, "%s: %llu bytes at %zu do not fit the buffer's %zu", what,
+                             (unsigned long long)bytes, from->offset, from->buffer->shm.size);
+        to->buffer = from->buffer->handle;
+        to->offset = from->offset;
+    } else {
+        if (!from->data)
+            return link_fail(f, -EINVAL, "%s: neither a buffer nor data", what);
+        if (bytes > FUSED_INLINE_MAX)
+            return link_fail(f, -EINVAL, "%s: %llu bytes do not fit a message (%d): use a buffer",
+                             what, (unsigned long long)bytes, FUSED_INLINE_MAX);
+        to->is_inline = true;
+        to->bytes = from->data;
+        to->n_bytes = (uint32_t)bytes;
+    }
+    *ret_bytes = bytes;
+    return 0;
+}
+
+static int submit(struct fused *f, const struct fused_infer *call, int64_t deadline,
+                  uint32_t *ret_index)
+{
+    struct proto_request request = {.verb = VERB_INFER};
+    struct proto_infer *infer = &request.infer;
+    struct call like = {.state = CALL_SENT, .room_bytes = UINT64_MAX};
+    uint64_t bytes;
+    int r;
+
+    if (!call || !call->model || !proto_name_valid(call->model, strlen(call->model)))
+        return link_fail(f, -EINVAL, "model: no name");
+    if (call->priority < 0 || call->priority > (int)PROTO_PRIORITY_MAX)
+        return link_fail(f, -EINVAL, "priority: not 0 to 3");
+    infer->model = (struct proto_str){call->model, (uint32_t)strlen(call->model)};
+    r = convert_tensor(f, "input", &call->input, &infer->input, &bytes);
+    if (r < 0)
+        return r;
+    if (call->output.dtype) {
+        r = convert_tensor(f, "output", &call->output, &infer->output, &like.room_bytes);
+        if (r < 0)
+            return r;
+        infer->has_output = like.in_buffer = !infer->output.is_inline;
+        like.buffer = infer->output.buffer;
+        like.result.output = call->output;
+    }
+    infer->has_deadline = call->deadline_us != 0;
+    infer->deadline_us = call->deadline_us;
+    infer->priority = (uint8_t)call->priority;
+    infer->train = call->train;
+    infer->seed = call->seed;
+    infer->offset = call->offset;
+    infer->result = call->compact ? RESULT_COMPACT : RESULT_FULL;
+    like.is_compact = call->compact;
+    like.result.user = call->user;
+    /* Many answers may be waiting; reading them early keeps the server's queue short. */
+    while (f->n_unanswered >= f->unread_max / 2 && link_receive(f) > 0)
+        ;
+    r = link_post(f, &request, -1, deadline, &like, ret_index);
+    if (r == 0)
+        f->n_inferences++;
+    return r;
+}
+
+int fused_submit(struct fused *f, const struct fused_infer *call, uint64_t *ret_id)
+{
+    uint32_t index;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    r = submit(f, call, link_deadline(f->timeout_ms), &index);
+    if (r == 0 && ret_id)
+        *ret_id = f->calls[index].id;
+    return r;
+}
+
+/* Waits until that request has ended. 0, -ETIMEDOUT, or another errno with the request still in
+ * flight. */
+static int wait_done(struct fused *f, uint32_t index, int64_t deadline)
+{
+    int r = 0;
+
+    while (f->calls[index].state != CALL_DONE && r == 0) {
+        r = link_wait(f, deadline);
+        if (f->calls[index].state == CALL_DONE)
+            r = 0; /* a broken connection ends every request, too */
+    }
+    return r;
+}
+
+int fused_run(struct fused *f, const struct fused_infer *call, struct fused_result *ret)
+{
+    struct proto_request cancel = {.verb = VERB_CANCEL};
+    struct fused_result result;
+    uint32_t index, ignored;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    r = submit(f, call, link_deadline(f->timeout_ms), &index);
+    if (r < 0)
+        return r;
+    r = wait_done(f, index, link_deadline(f->timeout_ms));
+    if (r < 0) {
+        /* Stays in flight; the caller's own memory is not written any more. */
+        f->calls[index].result.output.data = NULL;
+        result = f->calls[index].result;
+        result.code = r;
+        cancel.cancel.target = result.id;
+        link_post(f, &cancel, -1, link_deadline(0), &(struct call){.state = CALL_DROPPED},
+                  &ignored);
+        link_fail(f, r, "no answer in time; the request was asked to be cancelled");
+    } else {
+        link_take(f, index, &result);
+    }
+    if (ret)
+        *ret = result;
+    return result.code;
+}
+
+int fused_next(struct fused *f, int timeout_ms, struct fused_result *ret)
+{
+    int64_t deadline;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    deadline = link_deadline(timeout_ms < 0 ? f->timeout_ms : timeout_ms);
+    while (f->first_done == LINK_NONE) {
+        if (f->n_inferences == 0 || timeout_ms == 0) {
+            r = link_receive(f);
+            if (f->first_done != LINK_NONE)
+                break;
+            if (r < 0 && f->n_inferences == 0)
+                return r;
+            if (r == 0)
+                return f->n_inferences == 0 ? -ENOENT : -EAGAIN;
+            continue;
+        }
+        r = link_wait(f, deadline);
+        if (r == -ETIMEDOUT && timeout_ms > 0)
+            return -EAGAIN;
+        if (r < 0 && f->first_done == LINK_NONE)
+            return r;
+    }
+    link_take(f, f->first_done, ret);
+    return 0;
+}
+
+int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result *ret)
+{
+    uint32_t index;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    index = link_find(f, id);
+    if (index == LINK_NONE || f->calls[index].verb != VERB_INFER)
+        return link_fail(f, -ENOENT, "no such request is in flight");
+    r = wait_done(f, index, link_deadline(timeout_ms < 0 ? f->timeout_ms : timeout_ms));
+    if (r < 0)
+        return r == -ETIMEDOUT && timeout_ms >= 0 ? -EAGAIN : r;
+    link_take(f, index, ret);
+    return 0;
+}
+
+int fused_cancel(struct fused *f, uint64_t id)
+{
+    struct proto_request request = {.verb = VERB_CANCEL, .cancel = {id}};
+    uint32_t index;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    index = link_find(f, id);
+    if (index == LINK_NONE || f->calls[index].verb != VERB_INFER ||
+        f->calls[index].state == CALL_DONE)
+        return link_fail(f, FUSED_NOT_FOUND, "no such request is waiting for its answer");
+    return transact_in_time(f, &request, -1);
+}
+
+/* ---- asking and administering ---- */
+
+static int give_json(struct fused *f, const uint8_t *bytes, size_t n, char **ret_json)
+{
+    int r = ret_json ? codec_json(bytes, n, ret_json) : 0;
+
+    if (r == -EBADMSG)
+        return link_fail(f, -EPROTO, "the server sent a document that is none");
+    return r < 0 ? link_fail_errno(f, r) : 0;
+}
+
+/* Sends a request whose name is in `text`, and gives its document back as JSON. */
+static int ask(struct fused *f, enum verb verb, const char *text, char **ret_json)
+{
+    struct proto_request request = {.verb = verb};
+    struct proto_str name = {text, text ? (uint32_t)strnlen(text, PROTO_NAME_MAX + 1) : 0};
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    if (text && !proto_name_valid(name.s, name.n))
+        return link_fail(f, -EINVAL, "no sound name");
+    if (verb == VERB_LOG)
+        request.log.level = name;
+    else
+        request.model.name = name;
+    r = transact_in_time(f, &request, -1);
+    return r != 0 ? r : give_json(f, f->reply.document.bytes, f->reply.document.n_bytes, ret_json);
+}
+
+/* Where a name must be given. */
+static int ask_about(struct fused *f, enum verb verb, const char *name, char **ret_json)
+{
+    return ask(f, verb, name ? name : "", ret_json);
+}
+
+int fused_ping(struct fused *f)
+{
+    return ask(f, VERB_PING, NULL, NULL);
+}
+
+int fused_hello(struct fused *f, char **ret_json)
+{
+    int r = link_enter(f);
+
+    return r < 0 ? r : give_json(f, f->hello, f->n_hello, ret_json);
+}
+
+int fused_status(struct fused *f, char **ret_json)
+{
+    return ask(f, VERB_STATUS, NULL, ret_json);
+}
+
+int fused_stats(struct fused *f, const char *model, char **ret_json)
+{
+    return ask(f, VERB_STATS, model, ret_json);
+}
+
+int fused_describe(struct fused *f, const char *model, char **ret_json)
+{
+    return ask_about(f, VERB_MODEL_DESCRIBE, model, ret_json);
+}
+
+int fused_load(struct fused *f, const char *model, char **ret_json)
+{
+    return ask_about(f, VERB_MODEL_LOAD, model, ret_json);
+}
+
+int fused_unload(struct fused *f, const char *model, char **ret_json)
+{
+    return ask_about(f, VERB_MODEL_UNLOAD, model, ret_json);
+}
+
+int fused_reload(struct fused *f, const char *model, char **ret_json)
+{
+    return ask(f, VERB_MODEL_RELOAD, model, ret_json);
+}
+
+int fused_drain(struct fused *f, char **ret_json)
+{
+    return ask(f, VERB_DRAIN, NULL, ret_json);
+}
+
+int fused_log_level(struct fused *f, const char *level, char **ret_json)
+{
+    return ask_about(f, VERB_LOG, level, ret_json);
+}
+
+/* Appends the elements of one JSON list to another: "[a]" and "[b]" become "[a,b]". */
+static int join_lists(char **list, const char *more)
+{
+    size_t n = *list ? strlen(*list) : 0, n_more = strlen(more);
+    bool has_both = n > 2 && n_more > 2;
+    char *joined;
+
+    if (n > 2 && n_more <= 2)
+        return 0;
+    joined = realloc(*list, n + n_more + 1);
+    if (!joined)
+        return -ENOMEM;
+    *list = joined;
+    if (has_both) {
+        joined[n - 1] = ',';
+        memcpy(joined + n, more + 1, n_more);
+    } else {
+        memcpy(joined, more, n_more + 1);
+    }
+    return 0;
+}
+
+/* Reads one page into *list; the name of its last model goes to `after`. 1: more follow. */
+static int models_page(struct fused *f, char *after, char **list)
+{
+    const struct proto_reply *reply = &f->reply;
+    struct scan_item item = {0};
+    const uint8_t *models, *found;
+    _cleanup_free_ char *json = NULL;
+    size_t n, n_found, pos = 0;
+    char path[32];
+    int r;
+
+    if (scan_find(reply->document.bytes, reply->document.n_bytes, "models", &models, &n) < 0 ||
+        scan_item(models, n, &pos, &item) < 0 || item.type != SCAN_LIST)
+        return -EPROTO;
+    r = codec_json(models, n, &json);
+    if (r == 0)
+        r = join_lists(list, json);
+    if (r < 0)
+        return r == -ENOMEM ? r : -EPROTO;
+    snprintf(path, sizeof path, "%llu.name", (unsigned long long)item.n - 1);
+    pos = 0;
+    if (scan_find(reply->document.bytes, reply->document.n_bytes, "more", &found, &n_found) < 0 ||
+        scan_item(found, n_found, &pos, &item) < 0 || item.type != SCAN_BOOL || !item.b)
+        return 0;
+    pos = 0;
+    if (scan_find(models, n, path, &found, &n_found) < 0 ||
+        scan_item(found, n_found, &pos, &item) < 0 || item.type != SCAN_STR ||
+        !proto_name_valid((const char *)item.raw.bytes, item.raw.n))
+        return -EPROTO;
+    memcpy(after, item.raw.bytes, item.raw.n);
+    after[item.raw.n] = 0;
+    return 1;
+}
+
+int fused_models(struct fused *f, char **ret_json)
+{
+    struct proto_request request = {.verb = VERB_MODEL_LIST};
+    _cleanup_free_ char *list = NULL;
+    char after[PROTO_NAME_MAX + 1] = "";
+    unsigned n_pages = 0;
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    do {
+        request.model_list.after = (struct proto_str){after, (uint32_t)strlen(after)};
+        r = transact_in_time(f, &request, -1);
+        if (r != 0)
+            return r;
+        r = ++n_pages > PAGES_MAX ? -EPROTO : models_page(f, after, &list);
+    } while (r > 0);
+    if (r < 0)
+        return r == -EPROTO ? link_fail(f, r, "the server sent a list of models that is none")
+                            : link_fail_errno(f, r);
+    if (ret_json)
+        *ret_json = take_ptr(list);
+    return 0;
+}
