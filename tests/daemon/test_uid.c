@@ -1,0 +1,86 @@
+/*
+ * test_uid.c - charges are taken whole or not at all, never wrap, and are all given back
+ */
+#include "unit.h"
+
+#include "daemon/uid.h"
+
+static void refuses_over_the_limits(void **state)
+{
+    struct uids uids;
+    struct uid *a, *b;
+
+    (void)state;
+    uids_init(&uids);
+    uids.uid_limit[CHARGE_BUFFER_BYTES] = 100;
+    uids.total_limit[CHARGE_BUFFER_BYTES] = 150;
+    a = uid_get(&uids, 1000);
+    b = uid_get(&uids, 1001);
+    assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 101), -EDQUOT);
+    assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 100), 0);
+    assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 1), -EDQUOT);
+    assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 0), 0);
+    assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, UINT64_MAX), -EDQUOT);
+    assert_int_equal(uid_take(b, CHARGE_BUFFER_BYTES, 51), -EBUSY);
+    assert_int_equal(uid_take(b, CHARGE_BUFFER_BYTES, 50), 0);
+    assert_int_equal(uids.total[CHARGE_BUFFER_BYTES], 150);
+    assert_int_equal(uid_take(b, CHARGE_REQUESTS, UINT64_MAX), 0);
+    assert_int_equal(uid_take(b, CHARGE_REQUESTS, 1), -EDQUOT);
+    uid_give(b, CHARGE_REQUESTS, UINT64_MAX);
+    uid_give(a, CHARGE_BUFFER_BYTES, 100);
+    uid_give(b, CHARGE_BUFFER_BYTES, 50);
+    assert_int_equal(uids.total[CHARGE_BUFFER_BYTES], 0);
+    uid_unref(a);
+    uid_unref(b);
+    assert_int_equal(uids.n, 0);
+}
+
+/* A reload may lower a limit below what is in use. */
+static void lives_with_a_lowered_limit(void **state)
+{
+    struct uids uids;
+    struct uid *a;
+
+    (void)state;
+    uids_init(&uids);
+    a = uid_get(&uids, 5);
+    assert_int_equal(uid_take(a, CHARGE_BUFFERS, 10), 0);
+    uids.uid_limit[CHARGE_BUFFERS] = 5;
+    uids.total_limit[CHARGE_BUFFERS] = 5;
+    assert_int_equal(uid_take(a, CHARGE_BUFFERS, 1), -EDQUOT);
+    uid_give(a, CHARGE_BUFFERS, 6);
+    assert_int_equal(uid_take(a, CHARGE_BUFFERS, 1), 0);
+    uid_give(a, CHARGE_BUFFERS, 5);
+    uid_unref(a);
+}
+
+static void keeps_one_record_a_uid(void **state)
+{
+    struct uids uids;
+    struct uid *a, *b;
+
+    (void)state;
+    uids_init(&uids);
+    a = uid_get(&uids, 7);
+    b = uid_get(&uids, 7);
+    assert_ptr_equal(a, b);
+    uid_ref(a);
+    assert_int_equal(uids.n, 1);
+    uid_unref(a);
+    uid_unref(a);
+    assert_int_equal(uids.n, 1);
+    assert_null(uid_unref(a));
+    assert_int_equal(uids.n, 0);
+    assert_null(uid_unref(NULL));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(refuses_over_the_limits),
+        cmocka_unit_test(lives_with_a_lowered_limit),
+        cmocka_unit_test(keeps_one_record_a_uid),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

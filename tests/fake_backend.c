@@ -1,0 +1,265 @@
+/*
+ * fake_backend.c - a backend that does what its script says
+ *
+ * A shared object for `fused --backend PATH`: it computes with the CPU backend, so that answers
+ * stay checkable, and delays, fails, hangs or is lost where $FUSED_FAKE_SCRIPT says so. The script
+ * is a list of NAME=VALUE, separated by semicolons. Batches count from 1.
+ *
+ *   slots=N            batches in flight (1)
+ *   delay_ms=N         a batch ends that long after its start (0)
+ *   reorder=1          batches with an odd number take three times as long
+ *   fail_batch=N:R     batch N ends with -R
+ *   fail_start=N:R     batch N is refused by start() with -R
+ *   fail_job=N:R       the first request of batch N ends with -R, the others well
+ *   hang_from=N        batches from N on never end
+ *   sticky_from=N      from batch N on the device is lost, seen when the batch ends
+ *   load_ms=N          loading a model takes that long
+ *   oom_load_over=N    a model that keeps more than N bytes does not fit
+ *   oom_pin_over=N     pages of more than N bytes cannot be pinned
+ *   pins=1             offers pin and unpin; closing with something pinned aborts
+ *   open_fails=1       there is no device
+ */
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "kernels/backend.h"
+
+struct script {
+    long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
+        fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails;
+};
+
+struct slot {
+    struct batch *batch;
+    long number;
+    double ends_ms;
+};
+
+struct backend {
+    struct backend *cpu;
+    struct script script;
+    long n_started;
+    struct slot slots[BACKEND_SLOTS_MAX];
+    atomic_long n_pinned;
+};
+
+struct memory {
+    size_t size;
+};
+
+static struct backend_ops fake_ops;
+
+static double now_ms(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec * 1e3 + (double)now.tv_nsec / 1e6;
+}
+
+static void sleep_ms(long ms)
+{
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+}
+
+static int script_parse(const char *text, struct script *script, struct report *report)
+{
+    const struct {
+        const char *name;
+        long *value, *second;
+    } words[] = {
+        {"slots", &script->slots, NULL},
+        {"delay_ms", &script->delay_ms, NULL},
+        {"reorder", &script->reorder, NULL},
+        {"fail_batch", &script->fail_batch, &script->fail_batch_r},
+        {"fail_start", &script->fail_start, &script->fail_start_r},
+        {"fail_job", &script->fail_job, &script->fail_job_r},
+        {"hang_from", &script->hang_from, NULL},
+        {"sticky_from", &script->sticky_from, NULL},
+        {"load_ms", &script->load_ms, NULL},
+        {"oom_load_over", &script->oom_load_over, NULL},
+        {"oom_pin_over", &script->oom_pin_over, NULL},
+        {"pins", &script->pins, NULL},
+        {"open_fails", &script->open_fails, NULL},
+    };
+
+    script->slots = 1;
+    while (text && *text) {
+        size_t n = strcspn(text, "=;"), i;
+        char *end;
+
+        for (i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
+            if (strlen(words[i].name) == n && memcmp(words[i].name, text, n) == 0)
+                break;
+        }
+        if (i == sizeof(words) / sizeof(words[0]) || text[n] != '=')
+            return report_set(report, -EINVAL, "script: \"%.*s\" is not known", (int)n, text);
+        *words[i].value = strtol(text + n + 1, &end, 10);
+        if (words[i].second && *end == ':')
+            *words[i].second = strtol(end + 1, &end, 10);
+        text = end + strspn(end, "; ");
+    }
+    return 0;
+}
+
+static int fake_open(const struct backend_options *options, struct backend **ret,
+                     struct report *report)
+{
+    struct backend *backend = calloc(1, sizeof(*backend));
+    int r;
+
+    if (!backend)
+        return report_set(report, -ENOMEM, "out of memory");
+    r = script_parse(options->script, &backend->script, report);
+    if (r == 0 && backend->script.open_fails)
+        r = report_set(report, -ENODEV, "the script says that there is no device");
+    if (r == 0)
+        r = backend_cpu()->open(options, &backend->cpu, report);
+    if (r < 0) {
+        free(backend);
+        return r;
+    }
+    if (!backend->script.pins && backend->script.oom_pin_over == 0)
+        fake_ops.pin = NULL;
+    *ret = backend;
+    return 0;
+}
+
+static void fake_close(struct backend *backend)
+{
+    if (atomic_load(&backend->n_pinned) != 0)
+        abort();
+    backend_cpu()->close(backend->cpu);
+    free(backend);
+}
+
+static void fake_info(struct backend *backend, struct backend_info *ret)
+{
+    backend_cpu()->info(backend->cpu, ret);
+    snprintf(ret->name, sizeof(ret->name), "fake");
+    snprintf(ret->uuid, sizeof(ret->uuid), "FAKE-0");
+    ret->slots = (unsigned)backend->script.slots;
+}
+
+static int fake_load(struct backend *backend, const struct pipeline *pipeline, uint32_t max_rows,
+                     struct plan **ret, struct report *report)
+{
+    struct plan_info info;
+    struct plan *plan;
+    int r;
+
+    sleep_ms(backend->script.load_ms);
+    r = backend_cpu()->load(backend->cpu, pipeline, max_rows, &plan, report);
+    if (r < 0)
+        return r;
+    backend_cpu()->plan_info(plan, &info);
+    if (backend->script.oom_load_over > 0 &&
+        info.resident_bytes > (uint64_t)backend->script.oom_load_over) {
+        backend_cpu()->unload(backend->cpu, plan);
+        return report_set(report, -ENOMEM, "the plan needs %llu bytes, which are not there",
+                          (unsigned long long)info.resident_bytes);
+    }
+    *ret = plan;
+    return 0;
+}
+
+static void fake_plan_info(const struct plan *plan, struct plan_info *ret)
+{
+    backend_cpu()->plan_info(plan, ret);
+}
+
+static void fake_unload(struct backend *backend, struct plan *plan)
+{
+    backend_cpu()->unload(backend->cpu, plan);
+}
+
+static int fake_start(struct backend *backend, unsigned number, struct batch *batch)
+{
+    const struct script *script = &backend->script;
+    struct slot *slot = &backend->slots[number];
+    long delay_ms = script->delay_ms;
+
+    if (number >= (unsigned)script->slots || slot->batch)
+        abort();
+    backend->n_started++;
+    if (backend->n_started == script->fail_start)
+        return (int)-script->fail_start_r;
+    if (script->reorder && backend->n_started % 2 == 1)
+        delay_ms *= 3;
+    *slot = (struct slot){batch, backend->n_started, now_ms() + (double)delay_ms};
+    return 0;
+}
+
+static int fake_poll(struct backend *backend, unsigned number)
+{
+    const struct script *script = &backend->script;
+    struct slot *slot = &backend->slots[number];
+    struct batch *batch = slot->batch;
+    int r;
+
+    if (!batch)
+        abort();
+    if ((script->hang_from > 0 && slot->number >= script->hang_from) || now_ms() < slot->ends_ms)
+        return 0;
+    slot->batch = NULL;
+    if (script->sticky_from > 0 && slot->number >= script->sticky_from)
+        return -ENOTRECOVERABLE;
+    if (slot->number == script->fail_batch)
+        return (int)-script->fail_batch_r;
+    /* Results appear only now, as late as a device would write them. */
+    r = backend_cpu()->start(backend->cpu, 0, batch);
+    while (r == 0)
+        r = backend_cpu()->poll(backend->cpu, 0);
+    if (slot->number == script->fail_job)
+        batch->jobs[0].result = (int)-script->fail_job_r;
+    return r;
+}
+
+static int fake_pin(struct backend *backend, void *data, size_t size, struct memory **ret,
+                    struct report *report)
+{
+    struct memory *memory;
+
+    (void)data;
+    if (backend->script.oom_pin_over > 0 && size > (size_t)backend->script.oom_pin_over)
+        return report_set(report, -ENOMEM, "the pages cannot be pinned");
+    memory = malloc(sizeof(*memory));
+    if (!memory)
+        return report_set(report, -ENOMEM, "out of memory");
+    memory->size = size;
+    atomic_fetch_add(&backend->n_pinned, 1);
+    *ret = memory;
+    return 0;
+}
+
+static void fake_unpin(struct backend *backend, struct memory *memory)
+{
+    atomic_fetch_sub(&backend->n_pinned, 1);
+    free(memory);
+}
+
+static struct backend_ops fake_ops = {
+    .abi = BACKEND_ABI,
+    .name = "fake",
+    .open = fake_open,
+    .close = fake_close,
+    .info = fake_info,
+    .load = fake_load,
+    .plan_info = fake_plan_info,
+    .unload = fake_unload,
+    .start = fake_start,
+    .poll = fake_poll,
+    .pin = fake_pin,
+    .unpin = fake_unpin,
+};
+
+__attribute__((visibility("default"))) const struct backend_ops *fused_backend(void);
+
+const struct backend_ops *fused_backend(void)
+{
+    return &fake_ops;
+}
