@@ -78,7 +78,7 @@ static inline void fixture_tensor(struct st_tensor *to, const struct weight_shap
 static inline void fixture_write(const struct fixture *fixture, const struct weight_shape *shapes,
                                  int n, enum dtype dtype, fixture_fill fill)
 {
-    struct st_tensor tensors[64];
+    static struct st_tensor tensors[64];
     struct st_writer *writer;
     struct report report;
 

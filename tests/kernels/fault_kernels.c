@@ -1,0 +1,184 @@
+/*
+ * Every allocation, open and read of loading a model fails in turn: an error that says so, no
+ * descriptor left, nothing given back that would have to be freed (the address sanitizer watches).
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "kernels/pipeline.h"
+#include "kernels/reference.h"
+#include "tests/fault.h"
+
+#define GOLDEN "tests/golden/"
+#define ROUNDS 1000
+
+static struct model model;
+
+/* Of one round: whether it was the last, that is, nothing failed any more. */
+static bool judge(unsigned n, int r, const struct report *report, unsigned fds)
+{
+    bool last = fault_disarm() < n;
+
+    if (last) {
+        if (r != 0)
+            fail_msg("without a fault: %d \"%s\"", r, report->text);
+        return true;
+    }
+    if ((r != -ENOMEM && r != -EIO) || report->text[0] == 0)
+        fail_msg("fault %u: %d \"%s\"", n, r, report->text);
+    assert_int_equal(fault_open_fds(), fds);
+    return false;
+}
+
+static void fail_parse(const char *conf)
+{
+    unsigned fds = fault_open_fds(), n;
+    bool last = false;
+
+    for (n = 1; !last; n++) {
+        struct report report = {""};
+        int r;
+
+        assert_true(n < ROUNDS);
+        fault_arm(n);
+        r = model_parse(AT_FDCWD, conf, &model, &report);
+        last = judge(n, r, &report, fds);
+    }
+    assert_true(n > 5);
+}
+
+static struct safetensors *fail_open(const char *weights)
+{
+    unsigned fds = fault_open_fds(), n, reads = 0;
+    struct safetensors *file = NULL;
+    bool last = false;
+
+    for (n = 1; !last; n++) {
+        struct report report = {""};
+        int r;
+
+        assert_true(n < ROUNDS);
+        fault_arm(n);
+        r = safetensors_open(AT_FDCWD, weights, &file, &report);
+        last = judge(n, r, &report, fds);
+        assert_true(last || !file);
+        reads += strstr(report.text, ": reading at byte ") != NULL;
+    }
+    assert_int_equal(reads, 2); /* the length and the header */
+    return file;
+}
+
+static struct pipeline *fail_build(struct safetensors *weights)
+{
+    unsigned fds = fault_open_fds(), n;
+    struct pipeline *pipeline = NULL;
+    bool last = false;
+
+    for (n = 1; !last; n++) {
+        struct report report = {""};
+        int r;
+
+        assert_true(n < ROUNDS);
+        fault_arm(n);
+        r = pipeline_build(&model, weights, &pipeline, &report);
+        last = judge(n, r, &report, fds);
+        assert_true(last || !pipeline);
+    }
+    assert_true(n > 2);
+    return pipeline;
+}
+
+static void fail_run(const struct pipeline *pipeline)
+{
+    float *x = calloc((size_t)shape_elements(&pipeline->in), sizeof(*x));
+    double *y = calloc((size_t)shape_elements(&pipeline->out), sizeof(*y));
+    unsigned fds = fault_open_fds();
+    struct reference_run how = {.rows = 1, .train = true};
+    bool last = false;
+
+    assert_non_null(x);
+    assert_non_null(y);
+    for (unsigned n = 1; !last; n++) {
+        struct report report = {""};
+        int r;
+
+        assert_true(n < ROUNDS);
+        fault_arm(n);
+        r = reference_run(pipeline, pipeline->n_stages, &how, x, y, false, &report);
+        last = judge(n, r, &report, fds);
+    }
+    free(x);
+    free(y);
+}
+
+static void test_load(void **state)
+{
+    static const char *const names[] = {"a_float16", "b_dropout_s1234_o0_w10_min0.0",
+                                        "a_bias_rows"};
+
+    (void)state;
+    for (size_t i = 0; i < 3; i++) {
+        char conf[128], weights[300];
+        struct safetensors *file;
+        struct pipeline *pipeline;
+
+        snprintf(conf, sizeof(conf), GOLDEN "%s.conf", names[i]);
+        fail_parse(conf);
+        snprintf(weights, sizeof(weights), GOLDEN "%s", model.weights);
+        file = fail_open(weights);
+        pipeline = fail_build(file);
+        fail_run(pipeline);
+        pipeline_free(pipeline);
+    }
+}
+
+static void test_write(void **state)
+{
+    static const struct st_tensor tensor = {
+        .name = "t", .dtype = "F32", .element_bytes = 4, .elements = 1, .size = 4};
+    char path[] = "/tmp/fused-test-fault-XXXXXX", file[64];
+    unsigned fds = fault_open_fds();
+    bool last = false;
+
+    (void)state;
+    assert_non_null(mkdtemp(path));
+    snprintf(file, sizeof(file), "%s/f", path);
+    for (unsigned n = 1; !last; n++) {
+        struct st_writer *writer = NULL;
+        struct report report = {""};
+        int r;
+
+        assert_true(n < ROUNDS);
+        fault_arm(n);
+        r = st_writer_new(file, &tensor, 1, &writer, &report);
+        if (r == 0)
+            r = st_writer_write(writer, "1234", 4, &report);
+        if (r == 0)
+            r = st_writer_finish(writer, &report);
+        fault_disarm();
+        st_writer_free(writer);
+        last = judge(n, r, &report, fds);
+        assert_int_equal(access(file, F_OK), last ? 0 : -1);
+    }
+    unlink(file);
+    assert_int_equal(rmdir(path), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_load),
+        cmocka_unit_test(test_write),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
