@@ -40,10 +40,14 @@ const char *fused_version(void)
 
 const char *fused_code_name(int code)
 {
-    const char *name = code == 0  ? "OK"
-                       : code > 0 ? proto_error_name((enum proto_error)code)
-                                  : strerrorname_np(-code);
+    const char *name = NULL;
 
+    if (code == 0)
+        name = "OK";
+    else if (code > 0)
+        name = proto_error_name((enum proto_error)code);
+    else if (code > -4096) /* the kernel's errnos end there */
+        name = strerrorname_np(-code);
     return name ? name : "UNKNOWN";
 }
 
