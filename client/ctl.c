@@ -174,14 +174,20 @@ int ctl_document(const struct ctl *ctl, char *json, json_t **ret)
     return CTL_DONE;
 }
 
-const char *ctl_str(const json_t *object, const char *key)
+const char *ctl_str(json_t *object, const char *key)
 {
-    const char *s = json_string_value(json_object_get(object, key));
+    json_t *value = json_object_get(object, key);
+    const char *s = json_string_value(value);
+    char *copy = s == NULL ? NULL : strdup(s);
 
-    if (s == NULL)
+    if (copy == NULL)
         return "-";
-    /* The document is ours alone and dies with the command. */
-    make_printable((char *)(uintptr_t)s);
+    make_printable(copy);
+    if (strcmp(copy, s) != 0 && json_string_set(value, copy) < 0)
+        s = "-";
+    else
+        s = json_string_value(value);
+    free(copy);
     return s;
 }
 
@@ -206,13 +212,13 @@ __attribute__((format(printf, 2, 3))) static void append(char *text, const char 
     va_end(args);
 }
 
-const char *ctl_shape(const json_t *shape, char text[CTL_TEXT_MAX])
+const char *ctl_shape(json_t *shape, char text[CTL_TEXT_MAX])
 {
-    const json_t *dim;
+    json_t *dim;
     size_t i;
 
     snprintf(text, CTL_TEXT_MAX, "[");
-    json_array_foreach((json_t *)(uintptr_t)shape, i, dim)
+    json_array_foreach(shape, i, dim)
     {
         append(text, "%s", i > 0 ? ", " : "");
         if (json_is_integer(dim))

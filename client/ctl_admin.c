@@ -12,7 +12,7 @@
 static int print_models(const struct ctl *ctl, char *json)
 {
     json_t *document;
-    const json_t *models, *model;
+    json_t *models, *model;
     char text[CTL_TEXT_MAX];
     size_t i;
     int r;
@@ -21,7 +21,7 @@ static int print_models(const struct ctl *ctl, char *json)
     if (document == NULL)
         return r;
     models = json_object_get(document, "models");
-    json_array_foreach((json_t *)(uintptr_t)models, i, model)
+    json_array_foreach(models, i, model)
     {
         printf("%s: %s", ctl_str(model, "name"), ctl_str(model, "action"));
         if (json_object_get(model, "load_ms") != NULL)

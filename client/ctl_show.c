@@ -18,7 +18,7 @@ static void label(const char *text)
     printf("%-11s ", text);
 }
 
-static void print_device(const json_t *device)
+static void print_device(json_t *device)
 {
     static const struct {
         const char *key, *unit;
@@ -36,7 +36,7 @@ static void print_device(const json_t *device)
     printf("%s of %s free", ctl_bytes(ctl_uint(device, "memory_free_bytes"), used),
            ctl_bytes(memory, total));
     for (size_t i = 0; i < sizeof(readings) / sizeof(readings[0]); i++) {
-        const json_t *value = json_object_get(device, readings[i].key);
+        json_t *value = json_object_get(device, readings[i].key);
 
         if (json_is_integer(value) && json_integer_value(value) >= 0)
             printf(", %lld %s", (long long)json_integer_value(value), readings[i].unit);
@@ -44,13 +44,13 @@ static void print_device(const json_t *device)
     printf(", driver %s\n", ctl_str(device, "driver"));
 }
 
-static void print_uids(const json_t *uids)
+static void print_uids(json_t *uids)
 {
-    const json_t *uid;
+    json_t *uid;
     char text[CTL_TEXT_MAX];
     size_t i;
 
-    json_array_foreach((json_t *)(uintptr_t)uids, i, uid)
+    json_array_foreach(uids, i, uid)
     {
         label(i == 0 ? "uids" : "");
         printf("%" PRIu64 ": %" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
@@ -60,10 +60,10 @@ static void print_uids(const json_t *uids)
     }
 }
 
-static void print_status(const json_t *status)
+static void print_status(json_t *status)
 {
-    const json_t *totals = json_object_get(status, "totals"), *you = json_object_get(status, "you");
-    const json_t *devices = json_object_get(status, "devices"), *device;
+    json_t *totals = json_object_get(status, "totals"), *you = json_object_get(status, "you");
+    json_t *devices = json_object_get(status, "devices"), *device;
     uint64_t up_s = ctl_uint(status, "uptime_s");
     char a[CTL_TEXT_MAX], b[CTL_TEXT_MAX];
     size_t i;
@@ -76,7 +76,7 @@ static void print_status(const json_t *status)
     if (json_is_string(json_object_get(status, "fallback")))
         printf(" (%s)", ctl_str(status, "fallback"));
     printf(", log level %s\n", ctl_str(status, "log_level"));
-    json_array_foreach((json_t *)(uintptr_t)devices, i, device) print_device(device);
+    json_array_foreach(devices, i, device) print_device(device);
     label("models");
     printf("%" PRIu64 ", %s resident, %s of work space\n", ctl_uint(status, "models"),
            ctl_bytes(ctl_uint(status, "resident_bytes"), a),
@@ -98,31 +98,31 @@ static void print_status(const json_t *status)
     print_uids(json_object_get(status, "uids"));
 }
 
-static void print_models(const json_t *document)
+static void print_models(json_t *document)
 {
-    const json_t *models = json_object_get(document, "models"), *model;
+    json_t *models = json_object_get(document, "models"), *model;
     int width = 4;
     size_t i;
 
-    json_array_foreach((json_t *)(uintptr_t)models, i, model)
+    json_array_foreach(models, i, model)
     {
         int n = (int)strlen(ctl_str(model, "name"));
 
         width = n > width ? n : width;
     }
     printf("%-*s  %-8s  %-7s  %-7s  %s\n", width, "NAME", "DTYPE", "VERSION", "STATE", "PROOF");
-    json_array_foreach((json_t *)(uintptr_t)models, i, model)
+    json_array_foreach(models, i, model)
         printf("%-*s  %-8s  %-7" PRIu64 "  %-7s  %s\n", width, ctl_str(model, "name"),
                ctl_str(model, "dtype"), ctl_uint(model, "version"), ctl_str(model, "state"),
                ctl_bool(model, "proof") ? "constant" : "-");
 }
 
-static void print_lines(const char *name, const json_t *lines)
+static void print_lines(const char *name, json_t *lines)
 {
-    const json_t *line;
+    json_t *line;
     size_t i;
 
-    json_array_foreach((json_t *)(uintptr_t)lines, i, line)
+    json_array_foreach(lines, i, line)
     {
         json_t *wrapped = json_pack("{s:O}", "line", line);
 
@@ -132,9 +132,9 @@ static void print_lines(const char *name, const json_t *lines)
     }
 }
 
-static void print_describe(const json_t *model)
+static void print_describe(json_t *model)
 {
-    const json_t *stages = json_object_get(model, "stages"), *stage;
+    json_t *stages = json_object_get(model, "stages"), *stage;
     char a[CTL_TEXT_MAX], b[CTL_TEXT_MAX];
     size_t i;
 
@@ -146,7 +146,7 @@ static void print_describe(const json_t *model)
     puts(ctl_shape(json_object_get(model, "input"), a));
     label("output");
     puts(ctl_shape(json_object_get(model, "output"), a));
-    json_array_foreach((json_t *)(uintptr_t)stages, i, stage)
+    json_array_foreach(stages, i, stage)
     {
         label(i == 0 ? "stages" : "");
         printf("%-10s %s\n", ctl_str(stage, "op"), ctl_str(stage, "text"));
@@ -166,7 +166,7 @@ static void print_describe(const json_t *model)
     puts(ctl_str(model, "compact"));
 }
 
-static void print_histogram(const char *name, const json_t *histogram)
+static void print_histogram(const char *name, json_t *histogram)
 {
     char p50[CTL_TEXT_MAX], p99[CTL_TEXT_MAX], max[CTL_TEXT_MAX];
 
@@ -179,7 +179,7 @@ static void print_histogram(const char *name, const json_t *histogram)
            ctl_us(ctl_uint(histogram, "p99"), p99), ctl_us(ctl_uint(histogram, "max"), max));
 }
 
-static void print_stats(const json_t *stats)
+static void print_stats(json_t *stats)
 {
     json_t *errors = json_object_get(stats, "errors"), *count;
     const char *name;
@@ -209,7 +209,7 @@ static void print_stats(const json_t *stats)
 
 /* Asks, and prints the answer one way or the other. */
 static int show(struct ctl *ctl, int (*ask)(struct fused *f, const char *model, char **ret_json),
-                void (*print)(const json_t *document))
+                void (*print)(json_t *document))
 {
     struct fused *f;
     json_t *document;

@@ -212,10 +212,10 @@ static char *list_commands(int key, const char *text, void *input)
 
     (void)input;
     if (key != ARGP_KEY_HELP_POST_DOC)
-        return (char *)(uintptr_t)text;
+        return (char *)text;
     stream = open_memstream(&list, &size);
     if (stream == NULL)
-        return (char *)(uintptr_t)text;
+        return (char *)text;
     fputs("Commands:\n", stream);
     for (size_t i = 0; i < ARRAY_SIZE(commands); i++) {
         const struct command *command = commands[i];
@@ -228,7 +228,7 @@ static char *list_commands(int key, const char *text, void *input)
     fputs("\nExit codes: 0 done, 1 the server refused, 64 wrong usage, 69 no server, 74 a file or "
           "this side failed. 'fusectl COMMAND --help' says more.",
           stream);
-    return fclose(stream) == 0 ? list : (char *)(uintptr_t)text;
+    return fclose(stream) == 0 ? list : (char *)text;
 }
 
 /* Runs at exit. Only what was printed can be lost: an unused, closed stdout is no error. */

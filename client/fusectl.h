@@ -101,13 +101,13 @@ void ctl_catch_interrupts(bool on);
 bool ctl_interrupted(void);
 
 /* Values of a document; a string has its control characters replaced. Absent: "-", 0, false. */
-const char *ctl_str(const json_t *object, const char *key);
+const char *ctl_str(json_t *object, const char *key);
 uint64_t ctl_uint(const json_t *object, const char *key);
 bool ctl_bool(const json_t *object, const char *key);
 
 /* "[N, 8192]" and "1.5 GiB" and "1.25 ms" into `text`, which is returned. */
 #define CTL_TEXT_MAX 128
-const char *ctl_shape(const json_t *shape, char text[CTL_TEXT_MAX]);
+const char *ctl_shape(json_t *shape, char text[CTL_TEXT_MAX]);
 const char *ctl_dims(int rank, const int64_t *dims, char text[CTL_TEXT_MAX]);
 const char *ctl_bytes(uint64_t n, char text[CTL_TEXT_MAX]);
 const char *ctl_us(uint64_t us, char text[CTL_TEXT_MAX]);

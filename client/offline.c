@@ -30,8 +30,8 @@
 /* The directory that a file lies in, opened for openat; *ret_name is the file's name in it. */
 static int open_directory(const char *path, const char **ret_name, struct report *report)
 {
-    _cleanup_free_ char *directory = NULL;
     const char *slash = strrchr(path, '/');
+    char *directory;
     int fd;
 
     *ret_name = slash == NULL ? path : slash + 1;
@@ -40,7 +40,8 @@ static int open_directory(const char *path, const char **ret_name, struct report
         return report_set(report, -ENOMEM, "out of memory");
     fd = open(directory, O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
-        return report_set(report, -errno, "%s: %s", *ret_name, strerror(errno));
+        fd = report_set(report, -errno, "%s: %s", *ret_name, strerror(errno));
+    free(directory);
     return fd;
 }
 
@@ -111,9 +112,9 @@ static int run_check(struct ctl *ctl)
         const char *path = ctl->args[i];
         struct pipeline *pipeline = NULL;
         struct report report;
-        int r = build(path, &pipeline, &report);
 
-        if (r < 0) {
+        build(path, &pipeline, &report);
+        if (pipeline == NULL) {
             code = CTL_REFUSED;
             print_wrong(path, report.text);
             json_array_append_new(

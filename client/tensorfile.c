@@ -20,6 +20,7 @@
 #include "proto/base.h"
 #include "proto/proto.h"
 
+#define PATH_SIZE       2048       /* of a file's name; longer ones are refused */
 #define PIECE_SIZE      (4u << 20) /* bytes between two words of progress */
 #define SAFETENSORS_END ".safetensors"
 
@@ -31,15 +32,10 @@ static const struct {
 
 /* A place taken apart. */
 struct place {
-    char *path;
+    char path[PATH_SIZE];
     const char *tensor; /* within the place, or the default */
     bool npy;
 };
-
-static void place_deinit(struct place *place)
-{
-    free(place->path);
-}
 
 static bool ends_with(const char *s, size_t n, const char *end)
 {
@@ -53,24 +49,25 @@ static int place_split(const char *text, const char *name, struct place *ret, st
 {
     const char *mark = strstr(text, SAFETENSORS_END "#");
     size_t n = strlen(text);
-    struct place place = {.tensor = name, .npy = ends_with(text, n, ".npy")};
 
-    if (!place.npy && mark != NULL) {
+    ret->tensor = name;
+    ret->npy = ends_with(text, n, ".npy");
+    if (!ret->npy && mark != NULL) {
         n = (size_t)(mark - text) + strlen(SAFETENSORS_END);
-        place.tensor = text + n + 1;
-        if (place.tensor[0] == 0)
+        ret->tensor = text + n + 1;
+        if (ret->tensor[0] == 0)
             return report_set(report, -EINVAL, "%s: no name of a tensor after '#'", text);
-        if (strlen(place.tensor) > SAFETENSORS_NAME_MAX)
+        if (strlen(ret->tensor) > SAFETENSORS_NAME_MAX)
             return report_set(report, -EINVAL, "%s: the tensor's name is too long", text);
     }
-    if (!place.npy && !ends_with(text, n, SAFETENSORS_END))
+    if (!ret->npy && !ends_with(text, n, SAFETENSORS_END))
         return report_set(report, -EINVAL,
                           "%s: the name must end in .npy or .safetensors (with #TENSOR, if any)",
                           text);
-    place.path = strndup(text, n);
-    if (place.path == NULL)
-        return report_set(report, -ENOMEM, "out of memory");
-    *ret = place;
+    if (n >= sizeof(ret->path))
+        return report_set(report, -ENAMETOOLONG, "%.100s...: the name is too long", text);
+    memcpy(ret->path, text, n);
+    ret->path[n] = 0;
     return 0;
 }
 
@@ -80,6 +77,7 @@ static int open_npy(const char *path, struct tensorfile *file, struct report *re
     uint8_t header[NPY_HEADER_MAX];
     struct stat st;
     struct npy npy;
+    uint64_t wanted;
     ssize_t n;
     int r;
 
@@ -98,10 +96,10 @@ static int open_npy(const char *path, struct tensorfile *file, struct report *re
     r = npy_parse(header, (size_t)n, &npy, report);
     if (r < 0)
         return r;
-    if ((uint64_t)st.st_size != npy.data_offset + npy.size)
+    wanted = npy.data_offset + npy.size;
+    if ((uint64_t)st.st_size != wanted)
         return report_set(report, -EINVAL, "the file has %llu bytes, its header means %llu",
-                          (unsigned long long)st.st_size,
-                          (unsigned long long)(npy.data_offset + npy.size));
+                          (unsigned long long)st.st_size, (unsigned long long)wanted);
     file->dtype = npy.dtype;
     file->rank = npy.rank;
     memcpy(file->dims, npy.dims, sizeof(npy.dims));
@@ -148,7 +146,7 @@ fail:
 int tensorfile_open(const char *place, const char *name, struct tensorfile *ret,
                     struct report *report)
 {
-    _cleanup_(place_deinit) struct place parts = {0};
+    struct place parts;
     struct tensorfile file = {.fd = -1, .place = place};
     int r;
 
@@ -214,21 +212,11 @@ void tensorfile_close(struct tensorfile *file)
     file->safetensors = safetensors_free(file->safetensors);
 }
 
-/* The directory part of a path, "." when there is none; to be freed. */
-static char *directory_of(const char *path)
-{
-    const char *slash = strrchr(path, '/');
-
-    if (slash == NULL)
-        return strdup(".");
-    return strndup(path, slash == path ? 1 : (size_t)(slash - path));
-}
-
 int tensorfile_check(const char *place, struct report *report)
 {
-    _cleanup_(place_deinit) struct place parts = {0};
-    _cleanup_free_ char *directory = NULL;
+    struct place parts;
     struct stat st;
+    char *slash;
     int r;
 
     r = place_split(place, "", &parts, report);
@@ -236,10 +224,10 @@ int tensorfile_check(const char *place, struct report *report)
         return r;
     if (stat(parts.path, &st) == 0 && !S_ISREG(st.st_mode))
         return report_set(report, -EINVAL, "%s: exists and is not a regular file", place);
-    directory = directory_of(parts.path);
-    if (directory == NULL)
-        return report_set(report, -ENOMEM, "out of memory");
-    if (access(directory, W_OK | X_OK) < 0) {
+    slash = strrchr(parts.path, '/');
+    if (slash != NULL)
+        slash[slash == parts.path ? 1 : 0] = 0;
+    if (access(slash != NULL ? parts.path : ".", W_OK | X_OK) < 0) {
         r = -errno;
         return report_set(report, r, "%s: its directory cannot be written: %s", place,
                           strerror(-r));
@@ -312,7 +300,7 @@ static int write_npy(const char *path, enum fused_dtype dtype, int rank, const i
                      const void *data, uint64_t size, tensorfile_progress progress,
                      struct report *report)
 {
-    _cleanup_free_ char *temporary = NULL;
+    char temporary[PATH_SIZE + 8];
     uint8_t header[NPY_PRINT_MAX];
     struct sink sink = {.fd = -1};
     int n, r;
@@ -320,10 +308,7 @@ static int write_npy(const char *path, enum fused_dtype dtype, int rank, const i
     n = npy_print(dtype, rank, dims, header);
     if (n < 0)
         return report_set(report, n, "this tensor has no form in .npy");
-    if (asprintf(&temporary, "%s.XXXXXX", path) < 0) {
-        temporary = NULL;
-        return report_set(report, -ENOMEM, "out of memory");
-    }
+    snprintf(temporary, sizeof(temporary), "%s.XXXXXX", path);
     sink.fd = make_temporary(temporary, report);
     if (sink.fd < 0)
         return sink.fd;
@@ -369,14 +354,14 @@ int tensorfile_write(const char *place, const char *name, enum fused_dtype dtype
                      const int64_t *dims, const void *data, tensorfile_progress progress,
                      struct report *report)
 {
-    _cleanup_(place_deinit) struct place parts = {0};
+    struct place parts;
     uint64_t size;
     int r;
 
     r = tensorfile_check(place, report);
     if (r == 0)
         r = place_split(place, name, &parts, report);
-    if (r < 0)
+    if (r != 0)
         return r;
     if (rank < 0 || rank > FUSED_RANK_MAX ||
         proto_tensor_size((enum proto_dtype)dtype, (unsigned)rank, dims, &size) < 0)

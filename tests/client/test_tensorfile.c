@@ -176,6 +176,20 @@ static void test_wrong_places(void **state)
     rmdir(in_dir("dir.npy"));
 }
 
+static void test_long_place(void **state)
+{
+    static char place[9000];
+    struct report report = {""};
+    struct tensorfile file;
+
+    (void)state;
+    memset(place, 'x', sizeof(place) - 1);
+    memcpy(place + sizeof(place) - 5, ".npy", 4);
+    assert_int_equal(tensorfile_open(place, "x", &file, &report), -ENAMETOOLONG);
+    assert_non_null(strstr(report.text, "the name is too long"));
+    assert_int_equal(tensorfile_check(place, &report), -ENAMETOOLONG);
+}
+
 static void test_wrong_files(void **state)
 {
     static const float numbers[6] = {1, 2, 3, 4, 5, 6};
@@ -321,10 +335,10 @@ static void test_mode(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_wrong_places),
-        cmocka_unit_test(test_wrong_files),   cmocka_unit_test(test_other_dtype),
-        cmocka_unit_test(test_failed_writes), cmocka_unit_test(test_unwritable_places),
-        cmocka_unit_test(test_mode),
+        cmocka_unit_test(test_round_trip),        cmocka_unit_test(test_wrong_places),
+        cmocka_unit_test(test_long_place),        cmocka_unit_test(test_wrong_files),
+        cmocka_unit_test(test_other_dtype),       cmocka_unit_test(test_failed_writes),
+        cmocka_unit_test(test_unwritable_places), cmocka_unit_test(test_mode),
     };
 
     return cmocka_run_group_tests_name("tensorfile", tests, setup, teardown);
