@@ -24,6 +24,7 @@ struct dropout {
 #define DROPOUT_SMS            132
 #define DROPOUT_THREADS_PER_SM 2048
 
+/* p from 0 to 1, n at least 1; offset is a multiple of 4. */
 void dropout_init(struct dropout *dropout, double p, int64_t n, uint64_t seed, uint64_t offset,
                   int sms, int threads_per_sm);
 /* How far the offset moves for n elements; 0 for p = 0 and p = 1. */

@@ -37,7 +37,7 @@ struct stage_spec {
     char tensor[MODEL_TENSOR_NAME_MAX]; /* add */
     int64_t size[TENSOR_RANK_MAX];      /* optional and then checked: linear `out`, conv3d `out` +
                                            `kernel`, add `shape` */
-    int n_size;                         /* 0: not given */
+    int n_size;                         /* 0: not given. linear 1, conv3d 4, add its rank */
     int64_t stride[3], padding[3];      /* conv3d; 1 and 0 by default */
     int64_t groups;                     /* group_norm */
     double eps;                         /* group_norm */
@@ -52,7 +52,7 @@ struct stage_spec {
 struct model {
     char file[256];                /* name of the model file, without directory: for messages */
     char name[MODEL_NAME_MAX + 1]; /* [A-Za-z0-9._-]+, not starting with a dot */
-    char weights[256];             /* relative to weights_dir; empty when no stage needs any */
+    char weights[256];             /* relative to weights_dir; empty when the file names none */
     enum dtype dtype;
     enum precision precision;
     bool prove;         /* default true */

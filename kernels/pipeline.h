@@ -70,7 +70,8 @@ struct stage {
  */
 struct proof {
     bool constant;
-    float value; /* of every element of a sample whose |x| are all below bound, before dropout */
+    float value; /* of every element of a sample whose |x| are all below bound, before dropout and
+                    before it is rounded to 16 bits */
     float bound; /* exclusive; compare bits without the sign, so that NaN fails */
     bool nonfinite_spreads; /* a sample with a NaN or Inf is NaN throughout: every input lies in
                                some window */
@@ -113,6 +114,7 @@ struct weight_shape {
     double value; /* of a constant one: gamma 1, beta 0 */
     bool normal;  /* N(0, 1), as an add's tensor made by torch.randn */
 };
+/* The number of tensors, in the order of the stages; -EINVAL. */
 int pipeline_weight_shapes(const struct model *model, struct weight_shape *to, int n_max,
                            struct report *report);
 

@@ -251,8 +251,8 @@ int proof_make(struct pipeline *pipeline, bool prove, struct report *report)
     proof->nonfinite_spreads = spreads(pipeline);
     snprintf(
         proof->text, sizeof(proof->text),
-        "constant: the last of minimum and clamp leave %g for everything but NaN, and a sample "
-        "with every |x| < %g has none; such samples are not computed. %s",
+        "constant: minimum and clamp leave %g of everything but NaN, and a sample with every "
+        "|x| < %g has no NaN before them, so that it is not computed. %s",
         (double)proof->value, (double)proof->bound,
         proof->nonfinite_spreads
             ? "A sample with NaN or infinity is NaN throughout. Others take the full path."
