@@ -30,12 +30,14 @@ start_daemon() { # DIRECTORY-OF-MODELS
     return 1
 }
 
-# SIGTERM must end it with 0.
+# SIGTERM must end it with 0; so must whatever ended it before.
 stop_daemon() {
-    local pid
+    local pid code=0
     pid=$(cat "$BATS_FILE_TMPDIR/fused.pid")
-    kill "$pid" 2>/dev/null || return 0
-    wait "$pid"
+    kill "$pid" 2>/dev/null || true
+    wait "$pid" || code=$?
+    [ $code = 0 ] || { echo "the daemon ended with $code" && cat "$BATS_FILE_TMPDIR/fused.log"; } >&2
+    return $code
 }
 
 # Says what was printed when an expectation fails.
