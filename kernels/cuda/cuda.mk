@@ -1,0 +1,57 @@
+# The CUDA backend: fused-cuda.so, its faulty twin for tests, GPU tests, benchmarks and the bundle for a GPU host.
+# Included by the Makefile everywhere; adds nothing to `all` where CUDA=0.
+
+CUDA_HOME  ?= $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
+CUDA_CFLAGS := -isystem $(CUDA_HOME)/include
+CFLAGS_kernels/cuda := $(CUDA_CFLAGS)
+
+# 90a is code for that chip alone; a plain number also carries PTX for newer ones.
+gencode = -gencode arch=compute_$(1),code=$(if $(filter %a,$(1)),sm_$(1),[sm_$(1)$(comma)compute_$(1)])
+NVCCFLAGS := -std=c++17 -O3 -lineinfo -fmad=false -I. $(foreach a,$(ARCH),$(call gencode,$(a))) \
+             -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas \
+             $(if $(filter 1,$(WERROR)),-Werror all-warnings)
+
+$(B)/obj/%.cu.o: %.cu $(B)/.flags
+	@mkdir -p $(@D)
+	$(SAY) NVCC $<
+	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -MT $@ -c -o $@ $<
+
+SRC_cuda_only := $(wildcard kernels/cuda/*.c)
+SRC_cuda_whole := $(filter-out %/faulty.cu %/linear_norm_min.cu,$(SRC_cuda)) $(filter-out %/faultless.c,$(SRC_cuda_only))
+LIBS_cuda := -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lcudnn -l:libstdc++.a -lconfig -ljansson -lm -ldl -lrt -pthread
+# Libraries are looked for beside the bundle's programs, then where the toolkit was.
+RPATH_cuda := -Wl,-rpath,'$$ORIGIN/../lib:$(CUDA_HOME)/lib64' -Wl,--exclude-libs,ALL
+
+$(B)/fused-cuda.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faultless.c) $(B)/libkernels.a
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -shared -Wl,-z,defs -o $@ $^ $(LIBS_cuda)
+
+# Never installed: batches that fault, hang or find no memory on request.
+$(B)/fused-cuda-faulty.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faulty.cu) $(B)/libkernels.a
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -shared -Wl,-z,defs -o $@ $^ $(LIBS_cuda)
+
+# Programs that open the backend at run time. RPATH: the bundle has its libraries in lib/.
+GPU_PROGRAMS := $(B)/tests/gpu/test_gpu $(B)/tests/gpu/eval_gpu $(B)/tests/bench/bench_gpu
+GPU_LINK = @mkdir -p $(@D); printf '  %-8s %s\n' LD $@; \
+           $(CC) $(LDFLAGS_) -Wl,-rpath,'$$ORIGIN/../../lib' -o $@ $^ -lcmocka -ldl $(LIBS_kernels)
+$(B)/tests/gpu/%: $(B)/obj/tests/gpu/%.c.o $(B)/obj/tests/gpu/device.c.o $(B)/libcpu.a $(B)/libkernels.a
+	$(GPU_LINK)
+$(B)/tests/bench/bench_gpu: $(B)/obj/tests/bench/bench_gpu.c.o $(B)/obj/tests/gpu/device.c.o $(B)/libcpu.a \
+                            $(B)/libkernels.a
+	$(GPU_LINK)
+
+.PHONY: check-gpu check-sanitizer bench-gpu bundle
+gpu: $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS)
+
+check-gpu: gpu ## the GPU tests
+	$(Q)B=$(B) tests/gpu/run.sh check
+
+check-sanitizer: gpu ## GPU tests under compute-sanitizer
+	$(Q)B=$(B) tests/gpu/run.sh sanitizer
+
+bench-gpu: gpu ## benchmarks of the GPU backend, beside PyTorch where python3 has it
+	$(Q)B=$(B) tests/gpu/run.sh bench
+
+bundle: all gpu ## one archive to unpack and run on a GPU host without packages
+	$(Q)B=$(B) deploy/bundle.sh

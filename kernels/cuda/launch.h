@@ -1,0 +1,147 @@
+/*
+ * launch.h - what the kernels take, and their launchers
+ *
+ * A block is up to max_rows rows of one batch that run together. Between steps values are float32,
+ * one array of [rows, elements per row]; once an add has moved the batch dimension each request's
+ * part of it lies in that request's own order. Pointers are device addresses unless said otherwise;
+ * every launcher only enqueues on the stream and returns what launching said.
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "kernels/cuda/check.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "kernels/model.h"
+#include "kernels/tensor.h"
+
+/* Rows of one request within a block. Read by kernels. */
+struct segment {
+    int64_t row, rows;         /* of the block */
+    int64_t job_row, job_rows; /* the first of them in the request, and its rows: the mask's n */
+    int64_t out_row, out_rows; /* where they go in y, and how many rows y has */
+    void *y;
+    uint64_t seed;
+    uint32_t train;
+    uint32_t unused;
+};
+
+/* move.cu. One copy of many that a single kernel makes. */
+struct piece {
+    const void *from;
+    void *to;
+    uint64_t size;
+};
+int pieces_cuda(cudaStream_t stream, const struct piece *pieces, int n, uint64_t size_max,
+                struct report *report);
+
+/* n numbers of `dtype` to float32. */
+int widen_cuda(cudaStream_t stream, enum dtype dtype, const void *from, float *to, int64_t n,
+               struct report *report);
+
+/* tail.cu: everything that works element by element, ending in memory or in the result. */
+enum tail_source { TAIL_DIRECT, TAIL_NORM, TAIL_ADD, TAIL_CONSTANT };
+
+/* max(x, low), then min(., high); minimum has no low. Or a dropout that masks. */
+struct point {
+    bool dropout;
+    bool zero;   /* p == 1 */
+    int counter; /* which of the block's rows of counters */
+    float low, high;
+    uint32_t keep_below; /* a word below it keeps */
+    float scale;
+};
+
+struct tail {
+    enum tail_source source;
+    const float *from;
+    int64_t elements;      /* of a row of the result */
+    int64_t from_elements; /* of a row of `from` */
+    int64_t outer, inner;  /* a request's result is [outer, rows, inner] */
+
+    struct {                       /* (x - mean) rstd gamma + beta */
+        const float2 *stats;       /* [rows, groups]: mean, rstd */
+        const float *gamma, *beta; /* NULL: 1 and 0 */
+        int64_t groups, channels, spatial;
+    } norm;
+    struct { /* x + tensor, by broadcasting */
+        const float *tensor;
+        int64_t outer_stride; /* of the tensor, per step of `outer` */
+        int rank;             /* of inner */
+        int64_t dims[TENSOR_RANK_MAX], from_stride[TENSOR_RANK_MAX], stride[TENSOR_RANK_MAX];
+    } add;
+    struct {                  /* one number for every row that the guard lets pass */
+        const uint32_t *tops; /* [rows]: largest |x|, as bits */
+        uint32_t bound;
+        float value;
+        bool nonfinite_spreads;
+    } constant;
+
+    int n_points;
+    struct point points[MODEL_STAGES_MAX];
+
+    float *to; /* [rows, elements]; NULL: each segment's y, in `dtype` */
+    enum dtype dtype;
+    const struct segment *segments;
+    const int32_t *tiles; /* [n_segments + 1]: first tile of each */
+    int n_segments;
+    const uint64_t *counters; /* [dropouts, counter_pitch]: offset / 4 */
+    int64_t counter_pitch;
+};
+
+#define TAIL_TILE 4096 /* elements */
+/* Tiles is tiles[n_segments], which the host knows too. */
+int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struct report *report);
+
+/* constant.cu: the guard's look at the input. */
+int tops_cuda(cudaStream_t stream, enum dtype dtype, const void *x, int64_t rows, int64_t elements,
+              uint32_t *tops, struct report *report);
+
+/* norm.cu */
+struct stats {
+    const float *from;
+    int64_t rows, groups;
+    int64_t size;     /* elements of a group, which lie together */
+    double2 *partial; /* stats_partials() of them, when there are any */
+    float2 *to;       /* [rows, groups] */
+    float eps;
+};
+int64_t stats_partials(int64_t rows, int64_t groups, int64_t size);
+int stats_cuda(cudaStream_t stream, const struct stats *stats, struct report *report);
+
+/* Sums of products as gemm.h leaves them: value = sums 2^-(exponent of the row + of the column). */
+struct sums {
+    const float *sums; /* [rows, pitch] */
+    int64_t pitch;
+    const int8_t *row_exponents, *column_exponents; /* NULL: 0 */
+    const float *bias;                              /* NULL: 0 */
+};
+
+/* Product's end, group_norm and amin over all channels in one pass. */
+struct norm_min {
+    struct sums sums;
+    int64_t rows, channels, groups;
+    const float *gamma, *beta; /* NULL: 1 and 0 */
+    float eps;
+    float *to; /* [rows] */
+};
+bool norm_min_fits(int64_t channels, int64_t groups);
+int norm_min_cuda(cudaStream_t stream, const struct norm_min *norm_min, struct report *report);
+
+struct amin {
+    const float *from;
+    int64_t rows, outer, n, inner;
+    float *to;
+};
+int amin_cuda(cudaStream_t stream, const struct amin *amin, struct report *report);
+
+/* Tells the host that everything before it in the stream has ended. */
+int flag_cuda(cudaStream_t stream, uint32_t *flag, uint32_t value, struct report *report);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,281 @@
+/*
+ * memory.c - pinning client pages, and device memory that travels as an fd
+ *
+ * Pages are pinned once, when a buffer is made, and are then read and written by the copy engines
+ * and by kernels. Device buffers are allocations of the driver's virtual memory interface, in whole
+ * granules, exported as POSIX fds: another process maps the same memory. They are cleared first,
+ * because device memory comes uncleared and may hold another process's data. The interface is
+ * reached through the runtime, so that this library loads, and can say what is missing, on a
+ * machine without a driver.
+ */
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <errno.h>
+#include <stdlib.h>
+
+#include "kernels/cuda/check.h"
+#include "kernels/cuda/memory.h"
+
+/* The driver's functions that are used, found once per call: it is no hot path. */
+struct driver {
+    __typeof__(cuMemGetAllocationGranularity) *granularity;
+    __typeof__(cuMemCreate) *create;
+    __typeof__(cuMemRelease) *release;
+    __typeof__(cuMemAddressReserve) *reserve;
+    __typeof__(cuMemAddressFree) *unreserve;
+    __typeof__(cuMemMap) *map;
+    __typeof__(cuMemUnmap) *unmap;
+    __typeof__(cuMemSetAccess) *set_access;
+    __typeof__(cuMemExportToShareableHandle) *export_handle;
+    __typeof__(cuMemImportFromShareableHandle) *import_handle;
+    __typeof__(cuMemGetAllocationPropertiesFromHandle) *properties;
+    __typeof__(cuGetErrorString) *error_string;
+};
+
+static int find_driver(struct driver *ret, struct report *report)
+{
+    const struct {
+        const char *name;
+        void **to;
+    } table[] = {
+        {"cuMemGetAllocationGranularity", (void **)&ret->granularity},
+        {"cuMemCreate", (void **)&ret->create},
+        {"cuMemRelease", (void **)&ret->release},
+        {"cuMemAddressReserve", (void **)&ret->reserve},
+        {"cuMemAddressFree", (void **)&ret->unreserve},
+        {"cuMemMap", (void **)&ret->map},
+        {"cuMemUnmap", (void **)&ret->unmap},
+        {"cuMemSetAccess", (void **)&ret->set_access},
+        {"cuMemExportToShareableHandle", (void **)&ret->export_handle},
+        {"cuMemImportFromShareableHandle", (void **)&ret->import_handle},
+        {"cuMemGetAllocationPropertiesFromHandle", (void **)&ret->properties},
+        {"cuGetErrorString", (void **)&ret->error_string},
+    };
+    enum cudaDriverEntryPointQueryResult found;
+    int r;
+
+    for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
+        r = CUDA(report, cudaGetDriverEntryPointByVersion(table[i].name, table[i].to, 12000,
+                                                          cudaEnableDefault, &found));
+        if (r < 0)
+            return r;
+        if (found != cudaDriverEntryPointSuccess)
+            return report_set(report, -ENODEV, "the driver lacks %s", table[i].name);
+    }
+    return 0;
+}
+
+static int driver_check(const struct driver *driver, CUresult result, const char *call, int line,
+                        struct report *report)
+{
+    const char *text = "unknown error";
+    int r;
+
+    if (result == CUDA_SUCCESS)
+        return 0;
+    driver->error_string(result, &text);
+    r = result == CUDA_ERROR_OUT_OF_MEMORY                                   ? -ENOMEM
+        : result == CUDA_ERROR_LAUNCH_FAILED || result == CUDA_ERROR_UNKNOWN ? -ENOTRECOVERABLE
+        : result == CUDA_ERROR_NOT_SUPPORTED                                 ? -ENODEV
+                                                                             : -EINVAL;
+    return report_set(report, r, "%s (memory.c:%d: %.120s)", text, line, call);
+}
+#define DRIVER(report, call) driver_check(&driver, (call), #call, __LINE__, (report))
+
+int memory_pin(void *data, size_t size, struct memory **ret, struct report *report)
+{
+    struct memory *memory;
+    void *address;
+    int r;
+
+    memory = calloc(1, sizeof(*memory));
+    if (!memory)
+        return report_set(report, -ENOMEM, "out of memory");
+    r = CUDA(report,
+             cudaHostRegister(data, size, cudaHostRegisterPortable | cudaHostRegisterMapped));
+    if (r < 0)
+        goto fail;
+    r = CUDA(report, cudaHostGetDevicePointer(&address, data, 0));
+    if (r < 0) {
+        cudaHostUnregister(data);
+        goto fail;
+    }
+    *memory = (struct memory){.size = size, .host = data, .address = (uint64_t)address};
+    *ret = memory;
+    return 0;
+
+fail:
+    free(memory);
+    return r;
+}
+
+void memory_unpin(struct memory *memory)
+{
+    if (!memory)
+        return;
+    cudaHostUnregister(memory->host);
+    free(memory);
+}
+
+static CUmemAllocationProp properties_of(int device)
+{
+    return (CUmemAllocationProp){
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+    };
+}
+
+static int whole_granules(const struct driver *from, int device, size_t size, size_t *ret,
+                          struct report *report)
+{
+    struct driver driver = *from;
+    CUmemAllocationProp properties = properties_of(device);
+    size_t granule;
+    int r;
+
+    r = DRIVER(report, driver.granularity(&granule, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+    if (r < 0)
+        return r;
+    if (size == 0 || __builtin_add_overflow(size, granule - 1, &size))
+        return report_set(report, -EINVAL, "a device buffer cannot have this size");
+    *ret = size / granule * granule;
+    return 0;
+}
+
+/* Gives the handle an address that kernels can use. */
+static int map(const struct driver *from, int device, size_t mapped,
+               CUmemGenericAllocationHandle handle, uint64_t *ret, struct report *report)
+{
+    struct driver driver = *from;
+    CUmemAccessDesc access = {
+        .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+        .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    CUdeviceptr address;
+    int r;
+
+    r = DRIVER(report, driver.reserve(&address, mapped, 0, 0, 0));
+    if (r < 0)
+        return r;
+    r = DRIVER(report, driver.map(address, mapped, 0, handle, 0));
+    if (r < 0)
+        goto fail;
+    r = DRIVER(report, driver.set_access(address, mapped, &access, 1));
+    if (r < 0) {
+        driver.unmap(address, mapped);
+        goto fail;
+    }
+    *ret = address;
+    return 0;
+
+fail:
+    driver.unreserve(address, mapped);
+    return r;
+}
+
+void memory_free(struct memory *memory)
+{
+    struct driver driver;
+
+    if (!memory)
+        return;
+    if (memory->address && find_driver(&driver, NULL) == 0) {
+        driver.unmap(memory->address, memory->mapped);
+        driver.unreserve(memory->address, memory->mapped);
+        driver.release(memory->handle);
+    }
+    free(memory);
+}
+
+/* Takes the handle over, also when it fails. */
+static int memory_of(const struct driver *driver, int device, size_t size, size_t mapped,
+                     CUmemGenericAllocationHandle handle, struct memory **ret,
+                     struct report *report)
+{
+    struct memory *memory = calloc(1, sizeof(*memory));
+    int r;
+
+    if (!memory) {
+        r = report_set(report, -ENOMEM, "out of memory");
+        goto fail;
+    }
+    *memory = (struct memory){.on_device = true, .size = size, .mapped = mapped, .handle = handle};
+    r = map(driver, device, mapped, handle, &memory->address, report);
+    if (r < 0)
+        goto fail;
+    *ret = memory;
+    return 0;
+
+fail:
+    driver->release(handle);
+    free(memory);
+    return r;
+}
+
+int memory_create(int device, size_t size, struct memory **ret, int *ret_fd, struct report *report)
+{
+    CUmemAllocationProp properties = properties_of(device);
+    CUmemGenericAllocationHandle handle;
+    struct memory *memory;
+    struct driver driver;
+    size_t mapped;
+    int fd, r;
+
+    r = find_driver(&driver, report);
+    if (r == 0)
+        r = whole_granules(&driver, device, size, &mapped, report);
+    if (r == 0)
+        r = DRIVER(report, driver.create(&handle, mapped, &properties, 0));
+    if (r == 0)
+        r = memory_of(&driver, device, size, mapped, handle, &memory, report);
+    if (r < 0)
+        return r;
+    r = CUDA(report, cudaMemset((void *)memory->address, 0, mapped));
+    if (r == 0)
+        r = CUDA(report, cudaStreamSynchronize(0));
+    if (r == 0)
+        r = DRIVER(report,
+                   driver.export_handle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+    if (r < 0) {
+        memory_free(memory);
+        return r;
+    }
+    *ret = memory;
+    *ret_fd = fd;
+    return 0;
+}
+
+int memory_import(int device, int fd, size_t size, struct memory **ret, struct report *report)
+{
+    CUmemGenericAllocationHandle handle;
+    CUmemAllocationProp properties;
+    struct driver driver;
+    size_t mapped;
+    int r;
+
+    r = find_driver(&driver, report);
+    if (r == 0)
+        r = whole_granules(&driver, device, size, &mapped, report);
+    if (r == 0)
+        r = DRIVER(report, driver.import_handle(&handle, (void *)(intptr_t)fd,
+                                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+    if (r < 0)
+        return r;
+    r = DRIVER(report, driver.properties(&properties, handle));
+    if (r == 0 && (properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+                   properties.location.id != device))
+        r = report_set(report, -EINVAL, "the memory lies on another device");
+    if (r < 0) {
+        driver.release(handle);
+        return r;
+    }
+    return memory_of(&driver, device, size, mapped, handle, ret, report);
+}
+
+void *memory_at(const struct memory *memory, const void *p)
+{
+    if (memory->on_device)
+        return (void *)p;
+    return (void *)(memory->address + (uint64_t)((const char *)p - memory->host));
+}

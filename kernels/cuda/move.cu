@@ -1,0 +1,66 @@
+/*
+ * move.cu - small things that a stream does between the steps
+ *
+ * pieces: the rows of many small requests, gathered by one kernel straight from pinned client pages
+ * or device memory; one copy each would cost more in launches than in bytes. flag: the last kernel
+ * of a batch, which tells the host through a word in pinned memory. widen: 16-bit input of a stage
+ * that computes in float32.
+ */
+#include "kernels/cuda/cuda.cuh"
+
+#define THREADS 256
+
+static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces)
+{
+    const struct piece piece = pieces[blockIdx.y];
+    uint64_t at = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16;
+
+    if (at >= piece.size)
+        return;
+    if (((uintptr_t)piece.from | (uintptr_t)piece.to) % 16 == 0 && at + 16 <= piece.size) {
+        *(uint4 *)((char *)piece.to + at) = *(const uint4 *)((const char *)piece.from + at);
+        return;
+    }
+    for (uint64_t end = at + 16 < piece.size ? at + 16 : piece.size; at < end; at++)
+        ((char *)piece.to)[at] = ((const char *)piece.from)[at];
+}
+
+extern "C" int pieces_cuda(cudaStream_t stream, const struct piece *pieces, int n,
+                           uint64_t size_max, struct report *report)
+{
+    uint64_t each = THREADS * 16;
+    dim3 blocks((unsigned)((size_max + each - 1) / each), (unsigned)n);
+
+    pieces_kernel<<<blocks, THREADS, 0, stream>>>(pieces);
+    return CUDA_LAUNCHED(report);
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(THREADS) widen_kernel(const T *from, float *to, int64_t n)
+{
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+
+    if (i < n)
+        to[i] = widened(from[i]);
+}
+
+extern "C" int widen_cuda(cudaStream_t stream, enum dtype dtype, const void *from, float *to,
+                          int64_t n, struct report *report)
+{
+    unsigned blocks = (unsigned)((n + THREADS - 1) / THREADS);
+
+    WITH_DTYPE(dtype, T, (widen_kernel<T><<<blocks, THREADS, 0, stream>>>((const T *)from, to, n)));
+    return CUDA_LAUNCHED(report);
+}
+
+static __global__ void flag_kernel(uint32_t *flag, uint32_t value)
+{
+    __threadfence_system();
+    *(volatile uint32_t *)flag = value;
+}
+
+extern "C" int flag_cuda(cudaStream_t stream, uint32_t *flag, uint32_t value, struct report *report)
+{
+    flag_kernel<<<1, 1, 0, stream>>>(flag, value);
+    return CUDA_LAUNCHED(report);
+}

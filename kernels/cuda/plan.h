@@ -1,0 +1,125 @@
+/*
+ * plan.h - a pipeline made ready on the device: steps, weights, work space
+ */
+#pragma once
+
+#include "kernels/backend.h"
+#include "kernels/cuda/conv.h"
+#include "kernels/cuda/gemm.h"
+#include "kernels/cuda/launch.h"
+
+#define SLOTS        3
+#define SEGMENTS_MAX 1024 /* requests, or parts of them, in a block */
+#define TAILS_MAX    (MODEL_STAGES_MAX + 3)
+
+/* Arrays that a step reads and writes; each slot has its own. */
+enum buffer { BUFFER_X, BUFFER_A, BUFFER_B, BUFFERS };
+
+enum step_kind {
+    STEP_WIDEN,  /* 16-bit input to float32 */
+    STEP_LINEAR, /* products, bias */
+    STEP_CONV3D,
+    STEP_STATS,    /* of a group_norm: a tail normalises */
+    STEP_NORM_MIN, /* linear, group_norm, amin over all channels */
+    STEP_AMIN,
+    STEP_TAIL
+};
+
+/* Which of a block's segments a tail works on. */
+enum list { LIST_ALL, LIST_RESULTS, LIST_COMPACT };
+
+struct tail_step {
+    struct tail tail; /* without the pointers that differ between slots */
+    enum list list;
+    int table; /* of tiles */
+};
+
+struct step {
+    enum step_kind kind;
+    enum buffer from, to;
+    int64_t from_elements, to_elements; /* of a row */
+    struct gemm *gemm;                  /* LINEAR, NORM_MIN */
+    int64_t gemm_rows;                  /* products per row */
+    struct conv *conv;
+    int64_t groups, channels, group_size; /* STATS, NORM_MIN */
+    float eps;
+    const float *gamma, *beta;
+    struct amin amin;
+    struct tail_step *tail;
+};
+
+/* A dropout that draws: where its counter starts follows from those before it. */
+struct mask {
+    double p;
+    int64_t elements; /* of a row */
+};
+
+/* A slot's work space for this plan. */
+struct arena {
+    char *memory; /* one allocation, in this order: */
+    void *buffers[BUFFERS], *result;
+    float2 *stats;
+    double2 *partial;
+    struct gemm_work gemm;
+    void *workspace; /* of convolutions */
+    uint32_t *tops;
+    uint32_t *tops_host; /* pinned */
+    uint8_t *states;     /* pinned: what a compact result begins with */
+};
+
+struct arena_size {
+    uint64_t buffers[BUFFERS], result, stats, partial, operand, exponents, sums, gemm_workspace,
+        workspace, tops, all;
+};
+
+struct plan {
+    enum dtype dtype;
+    uint32_t rows_max;                 /* of a block */
+    int64_t in_elements, out_elements; /* of a row */
+    int64_t out_outer, out_inner;      /* the result is [outer, rows, inner] */
+    int64_t compact_elements;          /* outer sum: of the last add's input; else 0 */
+    struct proof proof;
+    bool masks;
+    bool x_in_place; /* rows may be read from the client's own device memory */
+
+    int n_steps;
+    struct step steps[2 * MODEL_STAGES_MAX + 4];
+    int n_tails;
+    struct tail_step tails[TAILS_MAX];
+    struct tail_step *compact, *fill; /* NULL: none */
+    int n_masks;
+    struct mask masks_drawn[MODEL_STAGES_MAX];
+
+    int n_params;
+    float *params[4 * MODEL_STAGES_MAX];
+    uint64_t resident_bytes;
+    struct arena_size size;
+    struct arena arenas[SLOTS];
+    unsigned launches;
+    char text[1024];
+};
+
+/* A block as the device sees it. */
+struct block {
+    int64_t rows;
+    const void *x;
+    const struct segment *segments; /* results first, then compact ones */
+    int n_results, n_compact;
+    const int32_t *tiles[TAILS_MAX];
+    int32_t n_tiles[TAILS_MAX];
+    const uint64_t *counters;
+    int64_t counter_pitch;
+};
+
+/* Takes the weights it needs from the pipeline. No work space yet. */
+int plan_new(struct gemm_library *library, const struct pipeline *pipeline, uint32_t max_rows,
+             struct plan **ret, struct report *report);
+int plan_arenas(struct plan *plan, struct report *report);
+struct plan *plan_free(struct plan *plan);
+
+/* Every stage, from block->x to the segments' y. */
+int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+             const struct block *block, struct report *report);
+/* What the proof knows: rows that the guard lets pass. arena->tops must hold the rows' maxima. */
+int plan_fill(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+              const struct block *block, struct report *report);

@@ -1,0 +1,177 @@
+/*
+ * run.c - a plan's work space, and its steps, enqueued on a stream for one block of rows
+ *
+ * Work space is taken once, when a model is loaded, for every slot. Running allocates nothing and
+ * waits for nothing. Steps hold what is the same for every block; rows, segments and the slot's own
+ * arrays are filled in on the way.
+ */
+#include "kernels/cuda/plan.h"
+
+static void *take(char **at, uint64_t size)
+{
+    char *taken = *at;
+
+    *at += size;
+    return size ? taken : NULL;
+}
+
+static int new_arena(const struct plan *plan, struct arena *arena, struct report *report)
+{
+    const struct arena_size *size = &plan->size;
+    char *at;
+    int r = CUDA(report, cudaMalloc((void **)&arena->memory, size->all));
+
+    if (r < 0)
+        return r;
+    at = arena->memory;
+    for (int i = 0; i < BUFFERS; i++)
+        arena->buffers[i] = take(&at, size->buffers[i]);
+    arena->result = take(&at, size->result);
+    arena->stats = take(&at, size->stats);
+    arena->partial = take(&at, size->partial);
+    arena->gemm.operand = take(&at, size->operand);
+    arena->gemm.exponents = take(&at, size->exponents);
+    arena->gemm.sums = take(&at, size->sums);
+    arena->gemm.workspace = take(&at, size->gemm_workspace);
+    arena->workspace = take(&at, size->workspace);
+    arena->tops = take(&at, size->tops);
+    /* Padding is computed on and never read: it must only be numbers of ours. */
+    r = CUDA(report, cudaMemset(arena->memory, 0, size->all));
+    if (r == 0 && size->tops)
+        r = CUDA(report, cudaMallocHost((void **)&arena->tops_host,
+                                        plan->rows_max * sizeof(*arena->tops_host)));
+    if (r == 0 && size->tops)
+        r = CUDA(report, cudaMallocHost((void **)&arena->states, plan->rows_max + 16));
+    return r;
+}
+
+int plan_arenas(struct plan *plan, struct report *report)
+{
+    int r = 0;
+
+    for (int i = 0; i < SLOTS && r == 0; i++)
+        r = new_arena(plan, &plan->arenas[i], report);
+    if (r == 0)
+        r = CUDA(report, cudaStreamSynchronize(0));
+    return r;
+}
+
+static int run_tail(const struct arena *arena, cudaStream_t stream, const struct block *block,
+                    const struct tail_step *step, const float *from, float *to,
+                    struct report *report)
+{
+    struct tail tail = step->tail;
+
+    tail.from = from;
+    tail.to = to;
+    tail.norm.stats = arena->stats;
+    tail.constant.tops = arena->tops;
+    tail.segments = block->segments + (step->list == LIST_COMPACT ? block->n_results : 0);
+    tail.n_segments = step->list == LIST_COMPACT   ? block->n_compact
+                      : step->list == LIST_RESULTS ? block->n_results
+                                                   : block->n_results + block->n_compact;
+    tail.tiles = block->tiles[step->table];
+    tail.counters = block->counters;
+    tail.counter_pitch = block->counter_pitch;
+    return tail_cuda(stream, &tail, block->n_tiles[step->table], report);
+}
+
+static int run_linear(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+                      const struct step *step, int64_t rows, const void *from, float *to,
+                      struct report *report)
+{
+    enum dtype dtype = step->from == BUFFER_X ? plan->dtype : DTYPE_FLOAT32;
+    int64_t products = rows * step->gemm_rows;
+    int r;
+
+    r = gemm_run(step->gemm, stream, &arena->gemm, dtype, from, products, report);
+    if (r < 0)
+        return r;
+    if (step->kind == STEP_NORM_MIN) {
+        struct norm_min norm_min = {
+            .sums = gemm_sums(step->gemm, &arena->gemm),
+            .rows = rows,
+            .channels = step->channels,
+            .groups = step->groups,
+            .gamma = step->gamma,
+            .beta = step->beta,
+            .eps = step->eps,
+            .to = to,
+        };
+
+        return norm_min_cuda(stream, &norm_min, report);
+    }
+    return gemm_finish(step->gemm, stream, &arena->gemm, dtype, from, products, to, report);
+}
+
+static int run_stats(const struct arena *arena, cudaStream_t stream, const struct step *step,
+                     int64_t rows, const float *from, struct report *report)
+{
+    struct stats stats = {
+        .from = from,
+        .rows = rows,
+        .groups = step->groups,
+        .size = step->group_size,
+        .partial = arena->partial,
+        .to = arena->stats,
+        .eps = step->eps,
+    };
+
+    return stats_cuda(stream, &stats, report);
+}
+
+static int run_amin(cudaStream_t stream, const struct step *step, int64_t rows, const float *from,
+                    float *to, struct report *report)
+{
+    struct amin amin = step->amin;
+
+    amin.from = from;
+    amin.rows = rows;
+    amin.to = to;
+    return amin_cuda(stream, &amin, report);
+}
+
+int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+             const struct block *block, struct report *report)
+{
+    int r = 0;
+
+    for (int i = 0; i < plan->n_steps && r == 0; i++) {
+        const struct step *step = &plan->steps[i];
+        const void *from = step->from == BUFFER_X ? block->x : arena->buffers[step->from];
+        float *to = arena->buffers[step->to];
+        bool last = i == plan->n_steps - 1;
+
+        switch (step->kind) {
+        case STEP_WIDEN:
+            r = widen_cuda(stream, plan->dtype, from, to, block->rows * step->from_elements,
+                           report);
+            break;
+        case STEP_LINEAR:
+        case STEP_NORM_MIN:
+            r = run_linear(plan, arena, stream, step, block->rows, from, to, report);
+            break;
+        case STEP_CONV3D:
+            r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);
+            break;
+        case STEP_STATS:
+            r = run_stats(arena, stream, step, block->rows, from, report);
+            break;
+        case STEP_AMIN:
+            r = run_amin(stream, step, block->rows, from, to, report);
+            break;
+        case STEP_TAIL:
+            r = run_tail(arena, stream, block, step->tail, from, last ? NULL : to, report);
+            if (r == 0 && last && plan->compact)
+                r = run_tail(arena, stream, block, plan->compact, from, NULL, report);
+            break;
+        }
+    }
+    return r;
+}
+
+int plan_fill(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+              const struct block *block, struct report *report)
+{
+    return run_tail(arena, stream, block, plan->fill, NULL, NULL, report);
+}
