@@ -27,7 +27,9 @@ endif
 OPT     ?= -O2 -g
 WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Walloca -Wformat=2 -Wundef \
            -Wframe-larger-than=8192 $(if $(filter 1,$(WERROR)),-Werror)
-SAN     := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer)
+# Resolvers of target_clones run before the thread sanitizer is ready, and crash in it: one copy of each function then.
+SAN     := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer) \
+           $(if $(findstring thread,$(SANITIZE)),'-Dtarget_clones(...)=used')
 CFLAGS_ := -std=gnu17 $(OPT) $(WARN) $(SAN) -fPIC -fvisibility=hidden -fstack-clash-protection -ffp-contract=off \
            -D_GNU_SOURCE -DFUSED_VERSION='"$(VERSION)"' -I. $(CFLAGS)
 LDFLAGS_ := $(SAN) -Wl,--as-needed -Wl,-z,now -Wl,-z,relro $(LDFLAGS)
