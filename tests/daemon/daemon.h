@@ -148,6 +148,26 @@ static inline unsigned count_fds(pid_t pid)
     return n > 2 ? n - 2 : 0;
 }
 
+static inline void print_fds(pid_t pid)
+{
+    char path[64], name[320], target[200];
+    struct dirent *entry;
+    DIR *dir;
+
+    snprintf(path, sizeof(path), "/proc/%d/fd", (int)pid);
+    dir = opendir(path);
+    while (dir && (entry = readdir(dir))) {
+        ssize_t n;
+
+        snprintf(name, sizeof(name), "%s/%s", path, entry->d_name);
+        n = readlink(name, target, sizeof(target) - 1);
+        target[n > 0 ? n : 0] = '\0';
+        print_message("    %s %s\n", entry->d_name, target);
+    }
+    if (dir)
+        closedir(dir);
+}
+
 static inline void daemon_prepare(struct daemon *daemon)
 {
     *daemon = (struct daemon){0};
@@ -507,6 +527,21 @@ static inline void assert_is_a(const struct proto_reply *reply)
     assert_near(got, wanted, A_ROWS * A_OUT);
 }
 
+/* Within 5 s, that many descriptors more than when idle are open, or fewer. */
+static inline void assert_fds(const struct daemon *daemon, unsigned more)
+{
+    unsigned n = 0;
+
+    for (int i = 0; i < 500; i++) {
+        n = count_fds(daemon->pid);
+        if (n <= daemon->n_fds + more)
+            return;
+        sleep_ms(10);
+    }
+    print_fds(daemon->pid);
+    fail_msg("%u descriptors are open, %u were at the start", n, daemon->n_fds);
+}
+
 /* After a hostile act: the same process, a right answer to a clean client, and no descriptor more
  * than at the start. */
 static inline void assert_healthy(struct daemon *daemon)
@@ -515,7 +550,6 @@ static inline void assert_healthy(struct daemon *daemon)
     static struct client client;
     struct proto_request request;
     struct proto_reply reply;
-    unsigned n = 0;
     int status;
 
     if (waitpid(daemon->pid, &status, WNOHANG) != 0) {
@@ -528,11 +562,5 @@ static inline void assert_healthy(struct daemon *daemon)
     client_call(&client, &request, -1, &reply, NULL);
     assert_is_a(&reply);
     client_close(&client);
-    for (int i = 0; i < 500; i++) {
-        n = count_fds(daemon->pid);
-        if (n <= daemon->n_fds)
-            return;
-        sleep_ms(10);
-    }
-    fail_msg("%u descriptors are open, %u were at the start", n, daemon->n_fds);
+    assert_fds(daemon, 0);
 }
