@@ -81,6 +81,21 @@ bool ctl_interrupted(void)
     return interrupted != 0;
 }
 
+json_t *ctl_json_str(const char *s)
+{
+    json_t *string = json_string(s);
+    char *copy = string != NULL ? NULL : strdup(s);
+
+    if (copy == NULL)
+        return string;
+    for (char *p = copy; *p != 0; p++)
+        if ((unsigned char)*p > 0x7e)
+            *p = '?';
+    string = json_string(copy);
+    free(copy);
+    return string;
+}
+
 int ctl_print_json(json_t *object)
 {
     char *text = object == NULL ? NULL : json_dumps(object, JSON_COMPACT | JSON_REAL_PRECISION(17));
@@ -98,7 +113,7 @@ int ctl_print_json(json_t *object)
 /* One object for scripts, beside the line on stderr. */
 static void print_refusal(const char *name, const char *text)
 {
-    ctl_print_json(json_pack("{s:{s:s, s:s}}", "error", "name", name, "text", text));
+    ctl_print_json(json_pack("{s:{s:s, s:o}}", "error", "name", name, "text", ctl_json_str(text)));
 }
 
 int ctl_answer(const struct ctl *ctl, const struct fused *f, int r, const char *text)

@@ -201,11 +201,11 @@ static int print_json(const struct ctl *ctl, const struct run *run)
     json_t *object;
 
     object = json_pack(
-        "{s:s, s:I, s:o, s:o, s:s, s:s, s:I, s:I, s:I, s:I, s:i, s:i, s:b}", "model", ctl->args[0],
+        "{s:s, s:I, s:o, s:o, s:s, s:o, s:I, s:I, s:I, s:I, s:i, s:i, s:b}", "model", ctl->args[0],
         "rows", (json_int_t)run->rows, "input", json_dims(run->in.rank, run->in.dims), "output",
         json_dims(result->output.rank, result->output.shape), "dtype",
-        proto_dtype_name((enum proto_dtype)result->output.dtype), "file", ctl->out, "offset",
-        (json_int_t)result->offset, "queue_us", (json_int_t)result->queue_us, "run_us",
+        proto_dtype_name((enum proto_dtype)result->output.dtype), "file", ctl_json_str(ctl->out),
+        "offset", (json_int_t)result->offset, "queue_us", (json_int_t)result->queue_us, "run_us",
         (json_int_t)result->run_us, "wall_us", (json_int_t)run->wall_us, "batch_rows",
         (int)result->batch_rows, "repeat", (int)ctl->repeat, "late", result->late);
     if (object != NULL && result->has_constant) {

@@ -87,6 +87,10 @@ int ctl_answer(const struct ctl *ctl, const struct fused *f, int r, const char *
  * printing. Consumes `json`. */
 int ctl_document(const struct ctl *ctl, char *json, json_t **ret);
 
+/* A string for JSON of any bytes, such as a file's name: what is no UTF-8 has its bytes above ASCII
+ * replaced. */
+json_t *ctl_json_str(const char *s);
+
 /* Prints the object as one line and drops it. */
 int ctl_print_json(json_t *object);
 

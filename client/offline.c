@@ -96,8 +96,8 @@ static json_t *json_right(const char *path, const struct pipeline *pipeline)
 {
     char x[CTL_TEXT_MAX], y[CTL_TEXT_MAX];
 
-    return json_pack("{s:s, s:b, s:s, s:s, s:s, s:{s:b, s:s}}", "file", path, "ok", 1, "input",
-                     shape_print(&pipeline->in, x, sizeof(x)), "output",
+    return json_pack("{s:o, s:b, s:s, s:s, s:s, s:{s:b, s:s}}", "file", ctl_json_str(path), "ok", 1,
+                     "input", shape_print(&pipeline->in, x, sizeof(x)), "output",
                      shape_print(&pipeline->out, y, sizeof(y)), "dtype",
                      dtype_name(pipeline->dtype), "proof", "constant", pipeline->proof.constant,
                      "text", pipeline->proof.text);
@@ -117,8 +117,8 @@ static int run_check(struct ctl *ctl)
         if (pipeline == NULL) {
             code = CTL_REFUSED;
             print_wrong(path, report.text);
-            json_array_append_new(
-                files, json_pack("{s:s, s:b, s:s}", "file", path, "ok", 0, "error", report.text));
+            json_array_append_new(files, json_pack("{s:o, s:b, s:o}", "file", ctl_json_str(path),
+                                                   "ok", 0, "error", ctl_json_str(report.text)));
         } else if (ctl->json) {
             json_array_append_new(files, json_right(path, pipeline));
         } else {
@@ -296,7 +296,7 @@ static int print_weights(const struct ctl *ctl, const struct making *making)
                    ctl_dims(tensor->rank, tensor->dims, dims));
     }
     if (ctl->json)
-        return ctl_print_json(json_pack("{s:s, s:I, s:o}", "file", ctl->out, "bytes",
+        return ctl_print_json(json_pack("{s:o, s:I, s:o}", "file", ctl_json_str(ctl->out), "bytes",
                                         (json_int_t)making->size, "tensors", tensors));
     json_decref(tensors);
     printf("%s: %s\n", ctl->out, ctl_bytes(making->size, size));

@@ -68,6 +68,12 @@ setup() {
     expect_output '"ok":false,"error":"none.conf: No such file'
 }
 
+@test "check --json: a name that is no UTF-8" {
+    run --separate-stderr "$fusectl" check --json "$dir/$(printf 'a\377').conf"
+    expect_status 1
+    expect_output '^\{"files":\[\{"file":".*/a\?.conf","ok":false,"error":"a.*.conf: No such file'
+}
+
 @test "weights: the same seed gives the same file, another one does not" {
     for n in 1 2; do
         run "$fusectl" weights config/models.d/$m.conf --seed 7 -o "$dir/$n.safetensors"
