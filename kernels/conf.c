@@ -25,7 +25,8 @@
 #include "file.h"
 
 #define DEPTH_MAX 8
-#define KEY_MAX   64 /* of keys that are quoted from the text */
+#define KEYS_MAX  4096 /* libconfig compares every key with all before it */
+#define KEY_MAX   64   /* of keys that are quoted from the text */
 
 struct conf {
     config_t config; /* first: a setting leads to it */
@@ -123,7 +124,7 @@ static const char *scan_comment(int *line, const char *p)
 
 static int scan(struct conf *conf, const char *text)
 {
-    int line = 1, depth = 0;
+    int line = 1, depth = 0, keys = 0;
 
     /* libconfig acts on @include at the start of a line only. Whatever stands around it, such a
      * line is refused: then no disagreement about strings or comments can let one through. */
@@ -146,8 +147,11 @@ static int scan(struct conf *conf, const char *text)
         } else {
             line += *p == '\n';
             depth += (*p == '(' || *p == '{' || *p == '[') - (*p == ')' || *p == '}' || *p == ']');
+            keys += *p == '=' || *p == ':';
             if (depth > DEPTH_MAX)
                 fail_at(conf, line, "nested deeper than %d", DEPTH_MAX);
+            if (keys > KEYS_MAX)
+                fail_at(conf, line, "more than %d keys", KEYS_MAX);
             p++;
         }
     }
@@ -260,8 +264,11 @@ int conf_open(int dirfd, const char *name, struct conf **ret, struct report *rep
                           CONF_SIZE_MAX);
     }
     text = malloc(size + 1);
-    r = text ? file_read(fd, name, 0, text, size, report)
-             : report_set(report, -ENOMEM, "%s: out of memory", file_base(name));
+    if (!text) {
+        close(fd);
+        return report_set(report, -ENOMEM, "%s: out of memory", file_base(name));
+    }
+    r = file_read(fd, name, 0, text, size, report);
     close(fd);
     if (r == 0)
         r = conf_parse(name, text, size, ret, report);

@@ -6,6 +6,7 @@
  * Whether the stages fit each other is pipeline.c's.
  */
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,7 +31,7 @@ static void parse_name(struct conf_group *root, struct model *model)
     else if (name[0] == '.' || name[strspn(name, allowed)])
         conf_error(root, "name", "may hold letters, digits, '.', '_' and '-' only, no '.' first");
     else
-        strcpy(model->name, name);
+        snprintf(model->name, sizeof(model->name), "%s", name);
 }
 
 static void parse_weights(struct conf_group *root, struct model *model)
@@ -42,7 +43,7 @@ static void parse_weights(struct conf_group *root, struct model *model)
     else if (weights[0] == 0 && conf_has(root, "weights"))
         conf_error(root, "weights", "must not be empty");
     else
-        strcpy(model->weights, weights);
+        snprintf(model->weights, sizeof(model->weights), "%s", weights);
 }
 
 static void parse_numbers(struct conf_group *root, struct model *model)
@@ -140,7 +141,7 @@ int model_parse_conf(struct conf *conf, const char *name, struct model *ret, str
     model = calloc(1, sizeof(*model));
     if (!model)
         return report_set(report, -ENOMEM, "%s: out of memory", name);
-    strncpy(model->file, name, sizeof(model->file) - 1);
+    snprintf(model->file, sizeof(model->file), "%s", name);
     parse_name(root, model);
     parse_weights(root, model);
     parse_numbers(root, model);

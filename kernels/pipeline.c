@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "dropout.h"
+#include "file.h"
 #include "pipeline.h"
 #include "proof.h"
 #include "stage.h"
@@ -22,21 +23,28 @@ static const char *file_dtype(enum dtype dtype)
     return dtype == DTYPE_FLOAT32 ? "F32" : dtype == DTYPE_FLOAT16 ? "F16" : "BF16";
 }
 
-static int find_tensor(const struct model *model, const struct safetensors *weights,
-                       const char *name, const struct st_tensor **ret, struct report *report)
+/* NULL, and why, when it is not there or of another dtype than the model's. */
+static const struct st_tensor *find_tensor(const struct model *model,
+                                           const struct safetensors *weights, const char *name,
+                                           struct report *report)
 {
     const struct st_tensor *tensor;
 
-    if (!weights)
-        return report_set(report, -EINVAL, "tensor '%s': the model names no weights", name);
+    if (!weights) {
+        report_set(report, 0, "tensor '%s': the model names no weights", name);
+        return NULL;
+    }
     tensor = safetensors_find(weights, name);
-    if (!tensor)
-        return report_set(report, -EINVAL, "tensor '%s' is not in %s", name, model->weights);
-    if (strcmp(tensor->dtype, file_dtype(model->dtype)) != 0)
-        return report_set(report, -EINVAL, "tensor '%s' is %s, not the model's %s", name,
-                          tensor->dtype, file_dtype(model->dtype));
-    *ret = tensor;
-    return 0;
+    if (!tensor) {
+        report_set(report, 0, "tensor '%s' is not in %s", name, file_base(model->weights));
+        return NULL;
+    }
+    if (strcmp(tensor->dtype, file_dtype(model->dtype)) != 0) {
+        report_set(report, 0, "tensor '%s' is %s, not the model's %s", name, tensor->dtype,
+                   file_dtype(model->dtype));
+        return NULL;
+    }
+    return tensor;
 }
 
 /* Finds the tensor and holds it against the shape that the stage expects. */
@@ -47,13 +55,12 @@ static int take_param(const struct model *model, const struct safetensors *weigh
     struct shape have_shape = {.batch = -1}, want_shape = {.batch = -1};
     char have_text[160], want_text[160], in_text[160];
     const struct st_tensor *tensor;
-    int r;
 
     if (want->name[0] == 0)
         return 0;
-    r = find_tensor(model, weights, want->name, &tensor, report);
-    if (r < 0)
-        return r;
+    tensor = find_tensor(model, weights, want->name, report);
+    if (!tensor)
+        return -EINVAL;
     if (tensor->rank != want->rank ||
         memcmp(tensor->dims, want->dims, (size_t)want->rank * sizeof(want->dims[0])) != 0) {
         have_shape.rank = (int8_t)tensor->rank;
@@ -79,8 +86,10 @@ static int add_stage(const struct model *model, const struct safetensors *weight
     struct weight_shape weight, bias;
     int r = 0;
 
-    if (name[0])
-        r = find_tensor(model, weights, name, &tensor, report);
+    if (name[0]) {
+        tensor = find_tensor(model, weights, name, report);
+        r = tensor ? 0 : -EINVAL;
+    }
     if (r == 0)
         r = stage_build(spec, in, tensor, ret, &weight, &bias, report);
     if (r == 0)

@@ -57,7 +57,11 @@ static float greater(float a, float b)
 
 static bool same_bits(float a, float b)
 {
-    return memcmp(&a, &b, sizeof(a)) == 0;
+    uint32_t a_bits, b_bits;
+
+    memcpy(&a_bits, &a, sizeof(a));
+    memcpy(&b_bits, &b, sizeof(b));
+    return a_bits == b_bits;
 }
 
 /* The values that a run of minimum and clamp leaves, and where it ends. */
@@ -155,8 +159,8 @@ static float input_bound(const struct stage *norm, const struct sizes *sizes)
 {
     /* Backends may take eps as float32: the smaller one counts. */
     double eps = fmin(norm->group_norm.eps, (double)(float)norm->group_norm.eps);
-    double group = (double)(norm->group_norm.channels / norm->group_norm.groups) *
-                   (double)norm->group_norm.spatial;
+    int64_t channels = norm->group_norm.channels / norm->group_norm.groups;
+    double group = (double)channels * (double)norm->group_norm.spatial;
     double scale = fmax(1, sizes->gamma / sqrt(eps));
     double y = fmin((0x1p125 - sizes->beta) / scale, 0x1p125 / group);
     double x = (y - sizes->bias) / sizes->sum; /* no weights but zero: any finite x */
@@ -249,13 +253,12 @@ int proof_make(struct pipeline *pipeline, bool prove, struct report *report)
     }
     proof->constant = true;
     proof->nonfinite_spreads = spreads(pipeline);
-    snprintf(
-        proof->text, sizeof(proof->text),
-        "constant: minimum and clamp leave %g of everything but NaN, and a sample with every "
-        "|x| < %g has no NaN before them, so that it is not computed. %s",
-        (double)proof->value, (double)proof->bound,
-        proof->nonfinite_spreads
-            ? "A sample with NaN or infinity is NaN throughout. Others take the full path."
-            : "Others take the full path.");
+    snprintf(proof->text, sizeof(proof->text),
+             "constant: minimum and clamp leave %g of everything but NaN, and a sample with every "
+             "|x| < %g has no NaN before them, so that it is not computed. %s",
+             (double)proof->value, (double)proof->bound,
+             proof->nonfinite_spreads
+                 ? "A sample with NaN or infinity is NaN throughout. Others take the full path."
+                 : "Others take the full path.");
     return 0;
 }

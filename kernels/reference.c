@@ -9,6 +9,7 @@
  * NaN: a group with a NaN or an infinity is NaN throughout; amin, minimum and clamp pass NaN on;
  * clamp with max below min gives max. Zeros: -0 lies below +0, as the GPU's min and max have it.
  */
+#include <assert.h>
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -18,7 +19,8 @@
 
 #define MASK 1024 /* elements whose mask is made at once */
 
-/* A parameter as float32, or NULL when the stage has none. */
+/* A parameter as float32, or NULL when the stage has none. Not to be had once weights are dropped.
+ */
 static int load(const struct pipeline *pipeline, const struct param *param, float **ret,
                 struct report *report)
 {
@@ -26,8 +28,10 @@ static int load(const struct pipeline *pipeline, const struct param *param, floa
     int r;
 
     *ret = NULL;
-    if (!param->tensor)
+    if (param->elements == 0)
         return 0;
+    if (!param->tensor)
+        return report_set(report, -EINVAL, "the weights were dropped");
     values = malloc((size_t)param->elements * sizeof(*values));
     if (!values)
         return report_set(report, -ENOMEM, "out of memory");
@@ -172,6 +176,7 @@ static void add(const struct stage *stage, int64_t rows, const float *tensor, co
     int shift = out.rank - in.rank;
     int64_t n = shape_elements(&out);
 
+    assert(tensor);
     for (int64_t i = 0; i < n; i++) {
         int64_t left = i, at_x = 0, at_t = 0, step_x = 1, step_t = 1;
 
@@ -267,19 +272,22 @@ int reference_run(const struct pipeline *pipeline, int n_stages, const struct re
 {
     int64_t n = run->rows * shape_elements(&pipeline->in);
     uint64_t offset = run->offset;
-    double *from, *to = NULL;
+    double *from, *to;
     int r = 0;
 
-    from = malloc((size_t)n * sizeof(*from));
+    from = calloc((size_t)n, sizeof(*from));
     if (!from)
         return report_set(report, -ENOMEM, "out of memory");
     for (int64_t i = 0; i < n; i++)
         from[i] = x[i];
     for (int i = 0; i < n_stages; i++) {
         n = run->rows * shape_elements(&pipeline->stages[i].out);
-        to = malloc((size_t)n * sizeof(*to));
-        r = to ? reference_stage(pipeline, i, run, &offset, from, to, wide, report)
-               : report_set(report, -ENOMEM, "out of memory");
+        to = calloc((size_t)n, sizeof(*to));
+        if (!to) {
+            r = report_set(report, -ENOMEM, "out of memory");
+            goto out;
+        }
+        r = reference_stage(pipeline, i, run, &offset, from, to, wide, report);
         free(from);
         from = to;
         if (r < 0)

@@ -210,7 +210,7 @@ static int read_entries(struct safetensors *file, json_t *root, struct report *r
         } else {
             r = read_tensor(file->name, key, value, &file->tensors[file->n], report);
             if (r == 0) {
-                strcpy(file->names[file->n], key);
+                snprintf(file->names[file->n], sizeof(file->names[0]), "%s", key);
                 file->tensors[file->n].name = file->names[file->n];
                 file->n++;
             }
@@ -363,6 +363,7 @@ static int write_all(struct st_writer *writer, const void *data, size_t n, struc
 
 static json_t *describe(const struct st_tensor *tensor, uint64_t offset)
 {
+    json_int_t begin = (json_int_t)offset, end = begin + (json_int_t)tensor->size;
     json_t *shape = json_array();
 
     for (int i = 0; shape && i < tensor->rank; i++)
@@ -371,7 +372,7 @@ static json_t *describe(const struct st_tensor *tensor, uint64_t offset)
             return NULL;
         }
     return json_pack("{s:s, s:o, s:[I, I]}", "dtype", tensor->dtype, "shape", shape, "data_offsets",
-                     (json_int_t)offset, (json_int_t)(offset + tensor->size));
+                     begin, end);
 }
 
 /* The header as text; sums the bytes that follow it. */

@@ -27,7 +27,6 @@ struct size {
 
 struct stage_kind {
     const char *name;
-    bool pointwise; /* may follow an add that moved the batch dimension */
     void (*parse)(struct conf_group *group, struct stage_spec *spec);
     /* From stage->in and the stage's own size to stage->out and the stage's record. */
     int (*shape)(const struct stage_spec *spec, const struct size *size, struct stage *stage,
@@ -35,10 +34,12 @@ struct stage_kind {
     /* The shapes of its parameters; names are filled in by the caller. */
     void (*tensors)(const struct stage *stage, const struct size *size, struct weight_shape *weight,
                     struct weight_shape *bias);
-    /* The stage's own size: these dimensions of a weight of that rank; 0: its whole shape. */
+    /* The stage's own size: how a model file says it (NULL: it has none), and which dimensions it
+     * is of a weight of that rank (0: the whole shape). */
+    const char *size_key;
     int weight_rank, n_size;
     int8_t size_at[4];
-    const char *size_key; /* how a model file says it; NULL: the stage has no size */
+    bool pointwise; /* may follow an add that moved the batch dimension */
 };
 
 /* Keys */
@@ -60,7 +61,7 @@ static void parse_name(struct conf_group *group, const char *key, char to[MODEL_
     if (name[0] == 0 || strlen(name) >= MODEL_TENSOR_NAME_MAX)
         conf_error(group, key, "a tensor's name has 1 to %d bytes", MODEL_TENSOR_NAME_MAX - 1);
     else
-        strcpy(to, name);
+        snprintf(to, MODEL_TENSOR_NAME_MAX, "%s", name);
 }
 
 /* A number that float32 can hold: PyTorch refuses scalars that overflow the tensor's dtype. */
@@ -266,7 +267,7 @@ static int shape_amin(const struct stage_spec *spec, const struct size *size, st
                       struct report *report)
 {
     char text[SHAPE_TEXT_MAX];
-    int rank = stage->in.rank;
+    int rank = (int)stage->in.rank;
     int dim = (int)(spec->dim < 0 ? spec->dim + rank : spec->dim);
 
     (void)size;
@@ -402,22 +403,41 @@ static void tensors_add(const struct stage *stage, const struct size *size,
 }
 
 static const struct stage_kind kinds[OP_COUNT] = {
-    [OP_LINEAR] = {"linear", false, parse_linear, shape_linear, tensors_linear, 2, 1, {0}, "out"},
-    [OP_CONV3D] = {"conv3d",
-                   false,
-                   parse_conv3d,
-                   shape_conv3d,
-                   tensors_conv3d,
-                   5,
-                   4,
-                   {0, 2, 3, 4},
-                   "out and kernel"},
-    [OP_GROUP_NORM] = {"group_norm", false, parse_group_norm, shape_group_norm, tensors_group_norm},
-    [OP_AMIN] = {"amin", false, parse_amin, shape_amin},
-    [OP_MINIMUM] = {"minimum", true, parse_minimum, shape_minimum},
-    [OP_CLAMP] = {"clamp", true, parse_clamp, shape_clamp},
-    [OP_ADD] = {"add", false, parse_add, shape_add, tensors_add, .size_key = "shape"},
-    [OP_DROPOUT] = {"dropout", true, parse_dropout, shape_dropout},
+    [OP_LINEAR] = {.name = "linear",
+                   .parse = parse_linear,
+                   .shape = shape_linear,
+                   .tensors = tensors_linear,
+                   .weight_rank = 2,
+                   .n_size = 1,
+                   .size_at = {0},
+                   .size_key = "out"},
+    [OP_CONV3D] = {.name = "conv3d",
+                   .parse = parse_conv3d,
+                   .shape = shape_conv3d,
+                   .tensors = tensors_conv3d,
+                   .weight_rank = 5,
+                   .n_size = 4,
+                   .size_at = {0, 2, 3, 4},
+                   .size_key = "out and kernel"},
+    [OP_GROUP_NORM] = {.name = "group_norm",
+                       .parse = parse_group_norm,
+                       .shape = shape_group_norm,
+                       .tensors = tensors_group_norm},
+    [OP_AMIN] = {.name = "amin", .parse = parse_amin, .shape = shape_amin},
+    [OP_MINIMUM] = {.name = "minimum",
+                    .pointwise = true,
+                    .parse = parse_minimum,
+                    .shape = shape_minimum},
+    [OP_CLAMP] = {.name = "clamp", .pointwise = true, .parse = parse_clamp, .shape = shape_clamp},
+    [OP_ADD] = {.name = "add",
+                .parse = parse_add,
+                .shape = shape_add,
+                .tensors = tensors_add,
+                .size_key = "shape"},
+    [OP_DROPOUT] = {.name = "dropout",
+                    .pointwise = true,
+                    .parse = parse_dropout,
+                    .shape = shape_dropout},
 };
 
 const char *stage_op_name(enum stage_op op)
@@ -488,8 +508,8 @@ static int tensors_of(const struct stage_spec *spec, const struct stage *stage,
     if (!kinds[spec->op].tensors)
         return 0;
     kinds[spec->op].tensors(stage, size, weight, bias);
-    strcpy(weight->name, stage_weight_name(spec));
-    strcpy(bias->name, spec->bias);
+    snprintf(weight->name, sizeof(weight->name), "%s", stage_weight_name(spec));
+    snprintf(bias->name, sizeof(bias->name), "%s", spec->bias);
     for (int i = 0; i < 2; i++)
         if (both[i]->name[0] && !product(both[i]->dims, both[i]->rank, &elements))
             return report_set(report, -EINVAL, "tensor '%s' has too many elements", both[i]->name);

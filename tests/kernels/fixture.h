@@ -29,7 +29,7 @@ struct fixture {
 
 static inline void fixture_make(struct fixture *fixture)
 {
-    strcpy(fixture->path, "/tmp/fused-test-XXXXXX");
+    snprintf(fixture->path, sizeof(fixture->path), "/tmp/fused-test-XXXXXX");
     assert_non_null(mkdtemp(fixture->path));
     snprintf(fixture->weights, sizeof(fixture->weights), "%s/%s", fixture->path, FIXTURE_WEIGHTS);
     fixture->dir = open(fixture->path, O_PATH | O_DIRECTORY | O_CLOEXEC);

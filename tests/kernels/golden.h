@@ -65,7 +65,7 @@ static inline uint64_t golden_number(const struct safetensors *file, const char 
 static inline void golden_open(const char *name, struct golden *ret)
 {
     struct golden golden = {.rows = 0};
-    struct safetensors *file;
+    struct safetensors *file = NULL;
     struct report report;
     static struct model model;
     char *conf;

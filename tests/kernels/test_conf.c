@@ -182,6 +182,31 @@ static void test_sticks(void **state)
     conf_free(conf);
 }
 
+/* As large as a file may be, and worse: refused or read in no time. */
+static void test_many_keys(void **state)
+{
+    char *text = malloc(CONF_SIZE_MAX + 1);
+    struct report report;
+    struct conf *conf;
+    size_t n = 0;
+
+    (void)state;
+    assert_non_null(text);
+    for (int keys = 0; keys < 4096; keys++)
+        n += (size_t)snprintf(text + n, 32, "k%d = 1;\n", keys);
+    assert_int_equal(conf_parse("t.conf", text, n, &conf, &report), 0);
+    conf_free(conf);
+    while (n + 32 < CONF_SIZE_MAX)
+        n += (size_t)snprintf(text + n, 32, "k%zu = 1;\n", n);
+    assert_int_equal(conf_parse("t.conf", text, n, &conf, &report), -EINVAL);
+    assert_string_equal(report.text, "t.conf:4097: more than 4096 keys");
+    memset(text, ' ', CONF_SIZE_MAX + 1);
+    assert_int_equal(conf_parse("t.conf", text, CONF_SIZE_MAX, &conf, &report), 0);
+    conf_free(conf);
+    assert_int_equal(conf_parse("t.conf", text, CONF_SIZE_MAX + 1, &conf, &report), -EINVAL);
+    free(text);
+}
+
 static void open_fails(int dir, const char *name, int want, const char *text)
 {
     struct report report = {"none"};
@@ -274,9 +299,10 @@ static void test_report(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_refused), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_values),  cmocka_unit_test(test_sticks),
-        cmocka_unit_test(test_files),   cmocka_unit_test(test_report),
+        cmocka_unit_test(test_refused),   cmocka_unit_test(test_accepted),
+        cmocka_unit_test(test_values),    cmocka_unit_test(test_sticks),
+        cmocka_unit_test(test_files),     cmocka_unit_test(test_report),
+        cmocka_unit_test(test_many_keys),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -72,7 +72,7 @@ static void check_mask(const json_t *mask)
                      json_integer_value(json_object_get(mask, "offset_after")));
 }
 
-/* All masks up to five million elements, and one of the largest. */
+/* All masks up to five million elements, and one of the largest; fewer when instrumented. */
 static void test_golden(void **state)
 {
     json_t *root = json_load_file(GOLDEN, 0, NULL), *mask;
@@ -85,11 +85,13 @@ static void test_golden(void **state)
     {
         if (json_integer_value(json_object_get(mask, "n")) > 5000000 && (SLOW || large++ > 0))
             continue;
+        if (SLOW && i % 3) /* one p of each size */
+            continue;
         check_mask(mask);
         checked++;
     }
     json_decref(root);
-    assert_int_equal(checked, SLOW ? 30 : 31);
+    assert_int_equal(checked, SLOW ? 10 : 31);
 }
 
 /* The rule, one element at a time. */

@@ -50,7 +50,7 @@ static void write_file(uint64_t length, const char *text, size_t n, uint64_t dat
 
 static int open_file(struct safetensors **ret, struct report *report)
 {
-    strcpy(report->text, "none");
+    snprintf(report->text, sizeof(report->text), "none");
     return safetensors_open(dir, "f", ret, report);
 }
 
