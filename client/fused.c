@@ -19,6 +19,7 @@
 
 #define HELLO_TIMEOUT_MS 5000
 #define PAGES_MAX        1024u
+#define ANSWER_BYTES     1024u /* an answer to infer without its inline bytes is shorter */
 
 #define X(number, NAME, text) _Static_assert((int)FUSED_##NAME == (int)ERR_##NAME, "codes differ");
 PROTO_ERRORS(X)
@@ -66,6 +67,8 @@ static int say_hello(struct fused *f, const char *name, int64_t deadline)
     int r;
 
     r = link_transact(f, &request, -1, deadline);
+    if (r == -EPROTO && f->reply.error && !f->reply.has_id)
+        return (int)f->reply.error; /* not let in: said without waiting for a message */
     if (r != 0)
         return r;
     f->n_hello = f->reply.document.n_bytes;
@@ -96,7 +99,7 @@ int fused_connect(const char *socket, const char *name, struct fused **ret)
     f->pid = getpid();
     f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->event_fd = -1;
     f->first_free = f->first_done = f->last_done = LINK_NONE;
-    f->unread_max = LINK_UNREAD_DEFAULT;
+    f->unread_max = PROTO_UNREAD_MAX;
     f->codec = codec_new();
     r = f->codec ? 0 : -ENOMEM;
     if (r == 0)
@@ -172,22 +175,27 @@ unsigned fused_in_flight(const struct fused *f)
 
 /* ---- buffers ---- */
 
-static struct fused_buffer *buffer_link(struct fused *f, struct shm *shm)
+/* Makes the record of the buffer in f->reply. The region is consumed, also on failure. */
+static int buffer_new(struct fused *f, struct shm *shm, struct fused_buffer **ret)
 {
     struct fused_buffer *b = calloc(1, sizeof *b);
 
-    if (!b)
-        return NULL;
+    shm->fd = close_fd(shm->fd); /* the mapping is enough */
+    if (!b) {
+        shm_deinit(shm);
+        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        return link_fail_errno(f, -ENOMEM);
+    }
     b->f = f;
     b->handle = f->reply.buffer.buffer;
     b->shm = *shm;
-    b->shm.fd = close_fd(b->shm.fd); /* the mapping is enough */
     b->next = f->buffers;
     b->link = &f->buffers;
     if (b->next)
         b->next->link = &b->next;
     f->buffers = b;
-    return b;
+    *ret = b;
+    return 0;
 }
 
 int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
@@ -196,7 +204,6 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
                                     .buffer_create = {size, BUFFER_HOST}};
     _cleanup_close_ int fd = -1;
     struct shm shm = SHM_INIT;
-    struct fused_buffer *b;
     int r;
 
     r = link_enter(f);
@@ -206,23 +213,16 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
     if (r != 0)
         return r;
     fd = take_fd(&f->reply_fd);
-    if (f->reply.buffer.size_bytes != size)
-        return link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
-    r = shm_open_sealed(fd, size, &shm);
+    r = f->reply.buffer.size_bytes == size ? shm_open_sealed(fd, size, &shm) : -EINVAL;
     if (r == -EINVAL)
-        return link_break(f, -EPROTO, "the server broke the protocol: a buffer that is not sealed");
-    if (r == 0) {
-        take_fd(&fd);
-        b = buffer_link(f, &shm);
-        if (b) {
-            *ret = b;
-            return 0;
-        }
-        shm_deinit(&shm);
-        r = -ENOMEM;
+        return link_break(f, -EPROTO,
+                          "the server broke the protocol: a buffer of another size or not sealed");
+    if (r < 0) {
+        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        return link_fail_errno(f, r);
     }
-    link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
-    return link_fail_errno(f, r);
+    take_fd(&fd);
+    return buffer_new(f, &shm, ret);
 }
 
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret)
@@ -230,7 +230,6 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
     struct proto_request request = {.verb = VERB_BUFFER_REGISTER, .buffer_register = {size}};
     const char *reason = NULL;
     struct shm shm = SHM_INIT;
-    struct fused_buffer *b;
     int r;
 
     r = link_enter(f);
@@ -242,15 +241,8 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
     r = transact_in_time(f, &request, shm.fd);
     if (r == 0 && f->reply.buffer.size_bytes != size)
         r = link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
-    if (r == 0) {
-        b = buffer_link(f, &shm);
-        if (b) {
-            *ret = b;
-            return 0;
-        }
-        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
-        r = link_fail_errno(f, -ENOMEM);
-    }
+    if (r == 0)
+        return buffer_new(f, &shm, ret);
     shm_deinit(&shm);
     return r;
 }
@@ -385,6 +377,10 @@ static int submit(struct fused *f, const struct fused_infer *call, int64_t deadl
     infer->offset = call->offset;
     infer->result = call->compact ? RESULT_COMPACT : RESULT_FULL;
     like.is_compact = call->compact;
+    like.answer_bytes = ANSWER_BYTES;
+    if (!like.in_buffer)
+        like.answer_bytes +=
+            like.room_bytes > FUSED_INLINE_MAX ? FUSED_INLINE_MAX : (uint32_t)like.room_bytes;
     like.result.user = call->user;
     /* Many answers may be waiting; reading them early keeps the server's queue short. */
     while (f->n_unanswered >= f->unread_max / 2 && link_receive(f) > 0)
@@ -428,15 +424,17 @@ int fused_run(struct fused *f, const struct fused_infer *call, struct fused_resu
     struct proto_request cancel = {.verb = VERB_CANCEL};
     struct fused_result result;
     uint32_t index, ignored;
+    int64_t deadline;
     int r;
 
     r = link_enter(f);
     if (r < 0)
         return r;
-    r = submit(f, call, link_deadline(f->timeout_ms), &index);
+    deadline = link_deadline(f->timeout_ms);
+    r = submit(f, call, deadline, &index);
     if (r < 0)
         return r;
-    r = wait_done(f, index, link_deadline(f->timeout_ms));
+    r = wait_done(f, index, deadline);
     if (r < 0) {
         /* Stays in flight; the caller's own memory is not written any more. */
         f->calls[index].result.output.data = NULL;
@@ -505,7 +503,10 @@ int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result
 int fused_cancel(struct fused *f, uint64_t id)
 {
     struct proto_request request = {.verb = VERB_CANCEL, .cancel = {id}};
+    const char *gone = "no such request is waiting for its answer";
+    const uint8_t *found;
     uint32_t index;
+    size_t n;
     int r;
 
     r = link_enter(f);
@@ -514,8 +515,13 @@ int fused_cancel(struct fused *f, uint64_t id)
     index = link_find(f, id);
     if (index == LINK_NONE || f->calls[index].verb != VERB_INFER ||
         f->calls[index].state == CALL_DONE)
-        return link_fail(f, FUSED_NOT_FOUND, "no such request is waiting for its answer");
-    return transact_in_time(f, &request, -1);
+        return link_fail(f, FUSED_NOT_FOUND, "%s", gone);
+    r = transact_in_time(f, &request, -1);
+    if (r != 0)
+        return r;
+    if (scan_find(f->reply.document.bytes, f->reply.document.n_bytes, "cancelled", &found, &n) < 0)
+        return link_fail(f, -EPROTO, "the server's answer to cancel is none");
+    return *found == 0xc3 ? 0 : link_fail(f, FUSED_NOT_FOUND, "%s", gone); /* true */
 }
 
 /* ---- asking and administering ---- */
@@ -529,7 +535,8 @@ static int give_json(struct fused *f, const uint8_t *bytes, size_t n, char **ret
     return r < 0 ? link_fail_errno(f, r) : 0;
 }
 
-/* Sends a request whose name is in `text`, and gives its document back as JSON. */
+/* Sends a request about a name, NULL where the verb has none or may be without, and gives its
+ * document back as JSON. */
 static int ask(struct fused *f, enum verb verb, const char *text, char **ret_json)
 {
     struct proto_request request = {.verb = verb};
@@ -547,12 +554,6 @@ static int ask(struct fused *f, enum verb verb, const char *text, char **ret_jso
         request.model.name = name;
     r = transact_in_time(f, &request, -1);
     return r != 0 ? r : give_json(f, f->reply.document.bytes, f->reply.document.n_bytes, ret_json);
-}
-
-/* Where a name must be given. */
-static int ask_about(struct fused *f, enum verb verb, const char *name, char **ret_json)
-{
-    return ask(f, verb, name ? name : "", ret_json);
 }
 
 int fused_ping(struct fused *f)
@@ -579,17 +580,17 @@ int fused_stats(struct fused *f, const char *model, char **ret_json)
 
 int fused_describe(struct fused *f, const char *model, char **ret_json)
 {
-    return ask_about(f, VERB_MODEL_DESCRIBE, model, ret_json);
+    return ask(f, VERB_MODEL_DESCRIBE, model ? model : "", ret_json);
 }
 
 int fused_load(struct fused *f, const char *model, char **ret_json)
 {
-    return ask_about(f, VERB_MODEL_LOAD, model, ret_json);
+    return ask(f, VERB_MODEL_LOAD, model ? model : "", ret_json);
 }
 
 int fused_unload(struct fused *f, const char *model, char **ret_json)
 {
-    return ask_about(f, VERB_MODEL_UNLOAD, model, ret_json);
+    return ask(f, VERB_MODEL_UNLOAD, model ? model : "", ret_json);
 }
 
 int fused_reload(struct fused *f, const char *model, char **ret_json)
@@ -604,7 +605,7 @@ int fused_drain(struct fused *f, char **ret_json)
 
 int fused_log_level(struct fused *f, const char *level, char **ret_json)
 {
-    return ask_about(f, VERB_LOG, level, ret_json);
+    return ask(f, VERB_LOG, level ? level : "", ret_json);
 }
 
 /* Appends the elements of one JSON list to another: "[a]" and "[b]" become "[a,b]". */

@@ -197,8 +197,12 @@ struct fused_result {
  */
 int fused_run(struct fused *f, const struct fused_infer *call, struct fused_result *ret);
 
-/* Sends a request and returns at once; *ret_id is its id. Blocks only while the socket is full, or
- * while as many requests are unanswered as the server keeps answers for (256). */
+/*
+ * Sends a request and returns at once; *ret_id is its id. Blocks only while the socket is full, or
+ * while the server may owe this connection as many answers as it keeps for a client that does not
+ * read: 256, or 1 MiB with their inline results (those without a declared output count as
+ * FUSED_INLINE_MAX).
+ */
 int fused_submit(struct fused *f, const struct fused_infer *call, uint64_t *ret_id);
 
 /*

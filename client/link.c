@@ -7,10 +7,11 @@
  * the done queue, and the answer waited for ends the wait. Nobody waits for a dropped call (a
  * release, or a call that timed out); its answer is thrown away when it comes.
  *
- * The server closes a connection that leaves too many answers unread, so never more requests than
- * that are unanswered: sending waits for an answer first. Each answer is checked against what was
- * asked; a server that breaks the protocol is not spoken to again, and every request in flight ends
- * with a result that says so. Nothing of the caller's is written beyond the size that it declared.
+ * The server closes a connection that leaves too many answers unread, so never more requests, nor
+ * bytes of inline results, than that are unanswered: sending waits for an answer first. Each answer
+ * is checked against what was asked; a server that breaks the protocol is not spoken to again, and
+ * every request in flight ends with a result that says so. Nothing of the caller's is written
+ * beyond the size that it declared.
  */
 #include "link.h"
 
@@ -188,7 +189,7 @@ int link_break(struct fused *f, int error, const char *text)
             done_push(f, k);
         }
     }
-    f->n_unanswered = f->n_orphans = 0;
+    f->n_unanswered = f->unanswered_bytes = f->n_orphans = 0;
     return error;
 }
 
@@ -269,7 +270,6 @@ static const char *finish_inference(struct fused *f, uint32_t index)
         result->constant = infer->constant;
         result->n_full = infer->n_full;
     }
-    f->n_unanswered--;
     done_push(f, index);
     return NULL;
 }
@@ -292,9 +292,10 @@ static const char *dispatch(struct fused *f, int *fd)
         return "an answer to another verb";
     if (brings_fd != (*fd >= 0))
         return brings_fd ? "a buffer without a descriptor" : "a descriptor that belongs to nothing";
+    f->n_unanswered--;
+    f->unanswered_bytes -= call->answer_bytes;
     if (call->verb == VERB_INFER)
         return finish_inference(f, index);
-    f->n_unanswered--;
     if (call->state == CALL_DROPPED && brings_fd) {
         call->state = CALL_ORPHAN;
         call->buffer = reply->buffer.buffer;
@@ -400,13 +401,21 @@ static int send_out(struct fused *f, size_t n, int fd, int64_t deadline)
     }
 }
 
+/* The server closes a connection for which more answers wait than these limits. */
+static bool has_room(const struct fused *f, const struct call *like)
+{
+    return f->n_unanswered < f->unread_max &&
+           (f->n_unanswered == 0 ||
+            f->unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
+}
+
 static int post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
                 const struct call *like, uint32_t *ret_index)
 {
     uint32_t index;
     int n, r;
 
-    while (!f->broken && f->n_unanswered >= f->unread_max) {
+    while (!f->broken && !has_room(f, like)) {
         r = link_wait(f, deadline);
         if (r < 0)
             return r;
@@ -431,6 +440,7 @@ static int post(struct fused *f, struct proto_request *request, int fd, int64_t 
     }
     f->calls[index].state = like->state;
     f->n_unanswered++;
+    f->unanswered_bytes += like->answer_bytes;
     *ret_index = index;
     return 0;
 }

@@ -12,10 +12,9 @@
 #include "proto/codec.h"
 #include "proto/shm.h"
 
-#define LINK_CALLS_MAX      65536u
-#define LINK_UNREAD_DEFAULT 256u
-#define LINK_NONE           UINT32_MAX
-#define LINK_FOREVER        INT64_MAX
+#define LINK_CALLS_MAX 65536u
+#define LINK_NONE      UINT32_MAX
+#define LINK_FOREVER   INT64_MAX
 
 /* SENT: somebody waits. DROPPED: nobody does. ORPHAN: a buffer that came for nobody, and goes back
  * with the next request. DONE: an inference whose result was not taken yet. */
@@ -25,6 +24,7 @@ struct call {
     uint64_t id;
     enum call_state state;
     enum verb verb;
+    uint32_t answer_bytes;   /* that its answer may have */
     uint32_t previous, next; /* in the done queue, or next in the free list */
     /* Of an inference: */
     bool is_compact, in_buffer;
@@ -44,6 +44,7 @@ struct fused {
     struct call *calls;
     uint32_t n_calls, first_free, first_done, last_done;
     uint32_t n_unanswered; /* SENT and DROPPED */
+    uint32_t unanswered_bytes;
     uint32_t n_inferences; /* SENT and DONE */
     uint32_t n_orphans;
     uint32_t unread_max;
@@ -96,7 +97,7 @@ int link_wait(struct fused *f, int64_t deadline);
 
 /*
  * Sends a request as a new call that is like `like` (its verb comes from the request, its id is
- * new). On success the call has like->state. 0 or -errno.
+ * new), once there is room for its answer. On success the call has like->state. 0 or -errno.
  */
 int link_post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
               const struct call *like, uint32_t *ret_index);

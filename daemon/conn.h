@@ -15,9 +15,9 @@
 #include "request.h"
 #include "uid.h"
 
-#define CONN_REPLIES_MAX     256        /* replies that wait because the client does not read */
-#define CONN_REPLIES_FDS_MAX 4          /* replies with fds that it has not read */
-#define CONN_REPLIES_BYTES   (1u << 20) /* bytes of replies that wait */
+#define CONN_REPLIES_MAX     PROTO_UNREAD_MAX /* replies that wait because the client does not read */
+#define CONN_REPLIES_FDS_MAX PROTO_UNREAD_FDS_MAX   /* replies with fds that it has not read */
+#define CONN_REPLIES_BYTES   PROTO_UNREAD_BYTES_MAX /* bytes of replies that wait */
 
 struct server;
 struct conn_reply_entry;

@@ -183,6 +183,20 @@ static inline const uint8_t *server_bytes(struct server *s, const struct proto_t
     return (uint8_t *)s->buffers[t->buffer - 1].data + t->offset;
 }
 
+static inline void server_yes(struct doc *doc)
+{
+    doc_map(doc, 1);
+    doc_key(doc, "cancelled");
+    doc_bool(doc, true);
+}
+
+static inline void server_no(struct doc *doc)
+{
+    doc_map(doc, 1);
+    doc_key(doc, "cancelled");
+    doc_bool(doc, false);
+}
+
 /* Answers an inference: the result is the input, each byte plus one. */
 static inline void server_infer(struct server *s)
 {

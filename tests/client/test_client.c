@@ -113,6 +113,15 @@ static void script_close_at_once(struct server *s)
     (void)s;
 }
 
+/* As a server does that is full: it says why before it has read anything. */
+static void script_turn_away(struct server *s)
+{
+    static const struct proto_reply reply = {
+        .verb = VERB_COUNT, .error = ERR_QUOTA, .text = {"a limit of your uid is reached", 30}};
+
+    server_write(s, &reply, -1);
+}
+
 static void script_garbage_hello(struct server *s)
 {
     CHECK(server_read(s));
@@ -148,6 +157,7 @@ static void test_hello(void **state)
     (void)state;
     expect_connect(script_refuse_hello, FUSED_UNSUPPORTED);
     expect_connect(script_close_at_once, -EPIPE);
+    expect_connect(script_turn_away, FUSED_QUOTA);
     expect_connect(script_garbage_hello, -EPROTO);
     expect_connect(script_silent, -ETIMEDOUT);
     server_start(&server, server_friendly);
@@ -505,8 +515,10 @@ static void test_any_order(void **state)
     struct fused_infer call = small_call(data);
     struct fused_result result;
     uint64_t ids[N_ORDER];
+    uint8_t out[4];
 
     (void)state;
+    call.output = fused_tensor_at(out, FUSED_FLOAT32, 2, (int64_t[]){1, 1});
     assert_int_equal(fused_next(f, 0, &result), -ENOENT);
     assert_int_equal(fused_wait(f, 12345, 0, &result), -ENOENT);
     for (uintptr_t k = 0; k < N_ORDER; k++) {
@@ -568,11 +580,12 @@ static void script_hoard(struct server *s)
 static void test_unread_limit(void **state)
 {
     struct fused *f = start(script_hoard);
-    uint8_t data[4] = {0};
+    uint8_t data[4] = {0}, out[4];
     struct fused_infer call = small_call(data);
     struct fused_result result;
 
     (void)state;
+    call.output = fused_tensor_at(out, FUSED_FLOAT32, 2, (int64_t[]){1, 1});
     for (unsigned k = 0; k < N_MANY; k++)
         assert_int_equal(fused_submit(f, &call, NULL), 0);
     assert_int_equal(fused_in_flight(f), N_MANY);
@@ -581,6 +594,51 @@ static void test_unread_limit(void **state)
         assert_int_equal(result.code, 0);
     }
     assert_int_equal(fused_next(f, -1, &result), -ENOENT);
+    stop(f);
+}
+
+/* Answers of the largest size: 31 of them are all that may wait. */
+static void script_hoard_bytes(struct server *s)
+{
+    static uint8_t big[FUSED_INLINE_MAX];
+    static struct proto_request requests[40];
+    unsigned n_all = 0;
+
+    server_hello(s);
+    while (n_all < 70) {
+        unsigned n = 0;
+
+        while (n_all + n < 70 && !server_is_quiet(s, 100)) {
+            CHECK(server_read(s));
+            CHECK(n < 31);
+            requests[n] = s->request;
+            requests[n++].infer.input.bytes = big;
+        }
+        for (unsigned k = 0; k < n; k++) {
+            s->request = requests[k];
+            server_infer(s);
+        }
+        n_all += n;
+    }
+    CHECK(!server_read(s));
+}
+
+static void test_unread_bytes(void **state)
+{
+    static uint8_t big[FUSED_INLINE_MAX];
+    struct fused *f = start(script_hoard_bytes);
+    struct fused_infer call = FUSED_INFER_INIT;
+    struct fused_result result;
+
+    (void)state;
+    call.model = "m";
+    call.input = fused_tensor_at(big, FUSED_UINT8, 1, (int64_t[]){FUSED_INLINE_MAX});
+    for (unsigned k = 0; k < 70; k++)
+        assert_int_equal(fused_submit(f, &call, NULL), 0);
+    for (unsigned k = 0; k < 70; k++) {
+        assert_int_equal(fused_next(f, -1, &result), 0);
+        assert_int_equal(result.code, 0);
+    }
     stop(f);
 }
 
@@ -684,13 +742,13 @@ static void script_cancel(struct server *s)
     infer = s->request;
     CHECK(server_read(s) && s->request.verb == VERB_CANCEL);
     CHECK(s->request.cancel.target == infer.id);
-    server_document(s, NULL);
+    server_document(s, server_yes);
     s->request = infer;
     server_error(s, ERR_CANCELLED, "the request was cancelled");
     CHECK(server_read(s) && s->request.verb == VERB_INFER);
     infer = s->request;
     CHECK(server_read(s) && s->request.verb == VERB_CANCEL);
-    server_error(s, ERR_NOT_FOUND, "there is no such request");
+    server_document(s, server_no);
     s->request = infer;
     s->request.infer.input.bytes = (const uint8_t *)"abc";
     server_infer(s);
@@ -1084,25 +1142,16 @@ static void test_wrong_place(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_names),
-        cmocka_unit_test(test_connect_errors),
-        cmocka_unit_test(test_hello),
-        cmocka_unit_test(test_documents),
-        cmocka_unit_test(test_buffers),
-        cmocka_unit_test(test_refused_registration),
-        cmocka_unit_test(test_inline),
-        cmocka_unit_test(test_largest_inline),
-        cmocka_unit_test(test_wrong_arguments),
-        cmocka_unit_test(test_any_order),
-        cmocka_unit_test(test_unread_limit),
-        cmocka_unit_test(test_event_loop),
-        cmocka_unit_test(test_timeouts),
-        cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_server_dies),
-        cmocka_unit_test(test_send_to_dead),
-        cmocka_unit_test(test_fork),
-        cmocka_unit_test(test_free_in_flight),
-        cmocka_unit_test(test_wrong_servers),
+        cmocka_unit_test(test_names),           cmocka_unit_test(test_connect_errors),
+        cmocka_unit_test(test_hello),           cmocka_unit_test(test_documents),
+        cmocka_unit_test(test_buffers),         cmocka_unit_test(test_refused_registration),
+        cmocka_unit_test(test_inline),          cmocka_unit_test(test_largest_inline),
+        cmocka_unit_test(test_wrong_arguments), cmocka_unit_test(test_any_order),
+        cmocka_unit_test(test_unread_limit),    cmocka_unit_test(test_unread_bytes),
+        cmocka_unit_test(test_event_loop),      cmocka_unit_test(test_timeouts),
+        cmocka_unit_test(test_cancel),          cmocka_unit_test(test_server_dies),
+        cmocka_unit_test(test_send_to_dead),    cmocka_unit_test(test_fork),
+        cmocka_unit_test(test_free_in_flight),  cmocka_unit_test(test_wrong_servers),
         cmocka_unit_test(test_wrong_place),
     };
 
