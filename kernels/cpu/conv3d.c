@@ -13,6 +13,7 @@
  * a sample's bits cannot depend on the others.
  */
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -236,9 +237,11 @@ int64_t conv3d_result(const struct conv3d *conv)
 
 void conv3d_print(const struct conv3d *conv, char *text, size_t size)
 {
-    snprintf(text, size, "oneDNN convolution (%s), a sample at a time, %s, result in blocks of %zu",
-             conv->primitive.name, conv->reorder ? "input rearranged" : "input as it comes",
-             conv->block);
+    snprintf(text, size,
+             "conv3d %" PRId64 " -> %" PRId64 ": oneDNN convolution (%s), a sample at a time, %s, "
+             "result in blocks of %zu channels",
+             conv->plain.dims[1], conv->bias_desc.dims[0], conv->primitive.name,
+             conv->reorder ? "input rearranged" : "input as it comes", conv->block);
 }
 
 static int new_memory(const struct conv3d *conv, const dnnl_memory_desc_t *desc, void *data,

@@ -220,8 +220,10 @@ void linear_print(const struct linear *linear, char *text, size_t size)
         if (slices->blocks[i].primitive)
             n +=
                 (size_t)snprintf(rows + n, sizeof(rows) - n, "%s%" PRId64, n ? ", " : "", sizes[i]);
-    snprintf(text, size, "oneDNN matmul (%s), %zu column slices of %" PRId64 ", blocks of %s rows",
-             slices->blocks[0].name, linear->n_slices, slices->width, rows);
+    snprintf(text, size,
+             "linear %" PRId64 " -> %" PRId64 ": oneDNN matmul (%s), %zu slices of %" PRId64
+             " columns by blocks of %s rows",
+             linear->k, linear->n, slices->blocks[0].name, linear->n_slices, slices->width, rows);
 }
 
 /* One call: a block of rows by a slice. `memory` is the worker's for that width and size. */

@@ -25,7 +25,7 @@ struct linear *linear_free(struct linear *linear);
 uint64_t linear_resident_bytes(const struct linear *linear);
 uint64_t linear_arena_bytes(const struct linear *linear);
 int linear_load(struct linear *linear, const struct pipeline *pipeline, struct report *report);
-/* Sizes and choices in words, after "linear K -> N: ". */
+/* Sizes and choices in words, once loaded. */
 void linear_print(const struct linear *linear, char *text, size_t size);
 
 /* For `rows` rows of x [rows, K], y [rows, N]. */

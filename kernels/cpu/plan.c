@@ -40,25 +40,11 @@ struct builder {
     struct step *open; /* the pass that stages may join */
     size_t block;      /* of the convolution that no pass has read yet; 0: none */
     const struct stage *norms[PLAN_STEPS_MAX], *op_stages[MODEL_STAGES_MAX], *outer_stage;
-    size_t n_text;
 };
 
 static size_t round_up(size_t n, size_t to)
 {
     return (n + to - 1) / to * to;
-}
-
-__attribute__((format(printf, 2, 3))) static void print(struct builder *builder, const char *format,
-                                                        ...)
-{
-    size_t left = sizeof(builder->plan->text) - builder->n_text;
-    va_list ap;
-    int n;
-
-    va_start(ap, format);
-    n = vsnprintf(builder->plan->text + builder->n_text, left, format, ap);
-    va_end(ap);
-    builder->n_text += (size_t)n < left ? (size_t)n : left - 1;
 }
 
 /* Steps */
@@ -73,13 +59,9 @@ static struct step *add_step(struct builder *builder)
 
 static void close_pass(struct builder *builder)
 {
-    if (builder->open) {
+    if (builder->open)
         builder->open->result = pass_result(&builder->open->pass);
-        print(builder, "%s\n",
-              builder->open->pass.norm && builder->open->pass.block > 1
-                  ? ": statistics, then one pass"
-                  : ": one pass");
-    }
+
     builder->open = NULL;
 }
 
@@ -106,22 +88,14 @@ static struct pass *open_pass(struct builder *builder, const struct shape *shape
 /* Leaves a plain row to whatever comes next. */
 static void flush(struct builder *builder, const struct shape *shape)
 {
-    if (builder->block) {
+    if (builder->block)
         open_pass(builder, shape);
-        print(builder, "reorder");
-    }
     close_pass(builder);
-}
-
-static void name_stage(struct builder *builder, const struct stage *stage, bool first)
-{
-    print(builder, "%s%s", first ? "" : " + ", stage_op_name(stage->op));
 }
 
 static int build_linear(struct builder *builder, const struct stage *stage)
 {
     struct plan *plan = builder->plan;
-    char text[200];
     int r;
 
     flush(builder, &stage->in);
@@ -137,9 +111,6 @@ static int build_linear(struct builder *builder, const struct stage *stage)
         return r;
     plan->resident_bytes += linear_resident_bytes(builder->phase->linear);
     plan->arena_bytes += linear_arena_bytes(builder->phase->linear);
-    linear_print(builder->phase->linear, text, sizeof(text));
-    print(builder, "linear %" PRId64 " -> %" PRId64 ": %s\n", stage->linear.in_features,
-          stage->linear.out_features, text);
     return 0;
 }
 
@@ -147,7 +118,6 @@ static int build_conv3d(struct builder *builder, const struct stage *stage)
 {
     struct plan *plan = builder->plan;
     struct step *step;
-    char text[200];
     int r;
 
     flush(builder, &stage->in);
@@ -159,9 +129,6 @@ static int build_conv3d(struct builder *builder, const struct stage *stage)
     builder->block = conv3d_block(step->conv);
     plan->resident_bytes += conv3d_resident_bytes(step->conv);
     plan->arena_bytes += conv3d_arena_bytes(step->conv);
-    conv3d_print(step->conv, text, sizeof(text));
-    print(builder, "conv3d %" PRId64 " -> %" PRId64 ": %s\n", stage->conv3d.in_channels,
-          stage->conv3d.out_channels, text);
     return 0;
 }
 
@@ -177,19 +144,16 @@ static void build_group_norm(struct builder *builder, const struct stage *stage)
     pass->eps = stage->group_norm.eps;
     builder->norms[plan->n_steps - 1] = stage;
     plan->resident_bytes += 2 * (uint64_t)pass->channels * sizeof(float);
-    name_stage(builder, stage, true);
 }
 
 static void build_amin(struct builder *builder, const struct stage *stage)
 {
-    bool first = !builder->open;
-    struct pass *pass = first ? open_pass(builder, &stage->in) : &builder->open->pass;
+    struct pass *pass = builder->open ? &builder->open->pass : open_pass(builder, &stage->in);
 
     pass->amin = true;
     pass->outer = stage->amin.outer;
     pass->n = stage->amin.n;
     pass->inner = stage->amin.inner;
-    name_stage(builder, stage, first);
     close_pass(builder);
 }
 
@@ -208,7 +172,6 @@ static void build_outer(struct builder *builder, const struct stage *stage)
     struct plan *plan = builder->plan;
     struct shape in = stage->out;
     int shift = stage->out.rank - stage->in.rank;
-    char text[160];
 
     flush(builder, &stage->in);
     for (int i = 0; i < in.rank; i++)
@@ -222,8 +185,6 @@ static void build_outer(struct builder *builder, const struct stage *stage)
     broadcast_init(&plan->outer.tensor_map, &stage->out, stage->add.tensor.dims);
     builder->outer_stage = stage;
     plan->resident_bytes += (uint64_t)stage->weight.elements * sizeof(float);
-    print(builder, "add: outer sum, in lines of %s\n",
-          shape_print(&stage->out, text, sizeof(text)));
 }
 
 static void build_pointwise(struct builder *builder, const struct stage *stage)
@@ -238,12 +199,9 @@ static void build_pointwise(struct builder *builder, const struct stage *stage)
         broadcast_init(&builder->open->pass.map, &stage->out, stage->in.dims);
     }
     if (!plan->moves) {
-        bool first = !builder->open || grows;
-
         if (!builder->open)
             open_pass(builder, &stage->in);
         builder->open->pass.n_ops++;
-        name_stage(builder, stage, first);
     } else {
         plan->outer.n_ops++;
     }
@@ -478,6 +436,74 @@ static int load_weights(struct builder *builder)
     return r;
 }
 
+/* Words */
+
+__attribute__((format(printf, 3, 4))) static void print(struct plan *plan, size_t *n,
+                                                        const char *format, ...)
+{
+    size_t left = sizeof(plan->text) - *n;
+    va_list ap;
+    int wanted;
+
+    va_start(ap, format);
+    wanted = vsnprintf(plan->text + *n, left, format, ap);
+    va_end(ap);
+    *n += (size_t)wanted < left ? (size_t)wanted : left - 1;
+}
+
+static void describe_pass(struct plan *plan, size_t *n, const struct pass *pass)
+{
+    const char *plus = "";
+
+    if (pass->norm) {
+        print(plan, n, "%s", stage_op_name(OP_GROUP_NORM));
+        plus = " + ";
+    }
+    for (int i = 0; i < pass->n_ops; i++) {
+        print(plan, n, "%s%s", plus, stage_op_name(pass->ops[i].op));
+        plus = " + ";
+    }
+    if (pass->amin)
+        print(plan, n, "%s%s", plus, stage_op_name(OP_AMIN));
+    else if (!plus[0])
+        print(plan, n, "rearrange");
+    print(plan, n,
+          pass->norm && pass->block > 1 ? ": statistics, then one pass\n" : ": one pass\n");
+}
+
+static void describe(struct plan *plan, const struct shape *out)
+{
+    char text[240];
+    size_t n = 0;
+
+    for (int p = 0; p < plan->n_phases; p++) {
+        const struct phase *phase = &plan->phases[p];
+
+        if (phase->linear) {
+            linear_print(phase->linear, text, sizeof(text));
+            print(plan, &n, "%s\n", text);
+        }
+        for (int i = phase->first_step; i < phase->first_step + phase->n_steps; i++) {
+            const struct step *step = &plan->steps[i];
+
+            if (step->conv) {
+                conv3d_print(step->conv, text, sizeof(text));
+                print(plan, &n, "%s\n", text);
+            } else {
+                describe_pass(plan, &n, &step->pass);
+            }
+        }
+    }
+    if (plan->moves) {
+        print(plan, &n, "%s", stage_op_name(OP_ADD));
+        for (int i = 0; i < plan->outer.n_ops; i++)
+            print(plan, &n, " + %s", stage_op_name(plan->outer.ops[i].op));
+        print(plan, &n, ": outer sum, written in lines of %s\n",
+              shape_print(out, text, sizeof(text)));
+    }
+    print(plan, &n, "blocks of %" PRIu32 " rows, %u workers", plan->block_rows, plan->n_slots);
+}
+
 static void set_proof(struct plan *plan, const struct proof *proof)
 {
     plan->constant = proof->constant;
@@ -521,7 +547,7 @@ int plan_new(const struct onednn *onednn, unsigned workers, const struct pipelin
     if (r == 0)
         r = load_weights(builder);
     if (r == 0)
-        print(builder, "rows in blocks of %" PRIu32 ", workers: %u", plan->block_rows, workers);
+        describe(plan, &pipeline->out);
     free(builder);
     if (r < 0)
         plan_free(plan);

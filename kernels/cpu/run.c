@@ -121,7 +121,7 @@ static void set_result(const struct run *run, uint32_t i, struct pass_row *row)
     } else {
         row->dtype = plan->dtype;
         row->y = job_result(plan, ref);
-        row->stream = run->stream;
+        row->stream = run->stream && (uintptr_t)row->y % sizeof(float) == 0;
     }
 }
 
@@ -328,11 +328,12 @@ static void write_pattern(const struct run *run, const struct row_ref *ref, cons
     const struct plan *plan = run->plan;
     size_t size = dtype_size(plan->dtype);
     char *y = job_result(plan, ref);
+    bool stream = run->stream && plan->dtype == DTYPE_FLOAT32 && (uintptr_t)y % sizeof(float) == 0;
 
     for (int64_t i = 0; i < plan->out_elements; i += PASS_TILE) {
         int64_t n = plan->out_elements - i < PASS_TILE ? plan->out_elements - i : PASS_TILE;
 
-        if (run->stream && plan->dtype == DTYPE_FLOAT32)
+        if (stream)
             loops_stream(pattern, (float *)y + i, (size_t)n);
         else
             memcpy(y + (size_t)i * size, pattern, (size_t)n * size);
