@@ -144,7 +144,7 @@ void request_tell(struct request *request, enum proto_error error)
     conn_reply(conn, &reply, -1);
 }
 
-void request_answer_infer(struct request *request, uint64_t now_us)
+void request_answer_infer(struct request *request)
 {
     const struct pipeline *pipeline = request->version->pipeline;
     const struct job *job = &request->job;
@@ -152,9 +152,9 @@ void request_answer_infer(struct request *request, uint64_t now_us)
                                     .output = request->output,
                                     .offset = job->offset,
                                     .queue_us = request->started_us - request->item.arrival_us,
-                                    .run_us = now_us - request->started_us,
+                                    .run_us = request->ended_us - request->started_us,
                                     .batch_rows = request->batch_rows,
-                                    .late = now_us > request->deadline.at_us,
+                                    .late = request->ended_us > request->deadline.at_us,
                                 }};
 
     if (job->train)

@@ -38,7 +38,7 @@ struct request {
     struct buffer_use in, out;
     struct job job;
     struct proto_tensor output; /* as it is answered */
-    uint64_t started_us;
+    uint64_t started_us, ended_us;
     uint32_t batch_rows;
 
     size_t n_arena;
@@ -64,7 +64,7 @@ void request_free(struct request *request);
 
 /* The one final answer; each frees the request, and sends nothing when the client is gone. */
 void request_fail(struct request *request, enum proto_error error, const char *text);
-void request_answer_infer(struct request *request, uint64_t now_us);
+void request_answer_infer(struct request *request);
 void request_answer_document(struct request *request, const uint8_t *bytes, size_t n);
 /* fd (-1: none) stays the caller's. False when the answer could not be sent with its fd. */
 bool request_answer_buffer(struct request *request, uint32_t handle, uint64_t size, int fd);

@@ -147,46 +147,63 @@ static void run(struct scheduler *scheduler)
     set_timer(scheduler, next_us);
 }
 
-static void end_batch(struct scheduler *scheduler, struct engine_batch *batch)
+/* Takes the results over and frees the slot. Returns the number of requests in `ended`. */
+static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
+                        struct request **ended)
 {
     struct version *version = batch->version;
+    unsigned n = batch->batch.n_jobs;
     uint64_t rows = batch->batch.rows;
 
     if (batch->result == 0) {
         stats_batch(&version->served->stats, rows);
         stats_batch(&version->registry->total, rows);
     }
-    for (unsigned i = 0; i < batch->batch.n_jobs; i++) {
+    for (unsigned i = 0; i < n; i++) {
         struct request *request = batch->owners[i];
-        int r = batch->result < 0 ? batch->result : batch->jobs[i].result;
 
         request->job = batch->jobs[i];
+        if (batch->result < 0)
+            request->job.result = batch->result;
         request->started_us = batch->started_us;
+        request->ended_us = batch->ended_us;
         request->batch_rows = (uint32_t)(rows < UINT32_MAX ? rows : UINT32_MAX);
-        scheduler->n_running--;
-        if (request->cancelled)
-            r = -ECANCELED;
-        if (r < 0) {
-            scheduler->refused++;
-            request_fail(request, request_error(VERB_INFER, r), NULL);
-        } else {
-            scheduler->answered++;
-            request_answer_infer(request, batch->ended_us);
-        }
+        ended[i] = request;
     }
+    scheduler->n_running -= n;
     engine_release(scheduler->engine, batch);
     version_unref(version);
+    return n;
 }
 
+static void answer(struct scheduler *scheduler, struct request *request)
+{
+    int r = request->cancelled ? -ECANCELED : request->job.result;
+
+    if (r < 0) {
+        scheduler->refused++;
+        request_fail(request, request_error(VERB_INFER, r), NULL);
+    } else {
+        scheduler->answered++;
+        request_answer_infer(request);
+    }
+}
+
+/* The device gets its next batch before the answers of the last one are sent. */
 static void on_done(void *context)
 {
+    static struct request *ended[ENGINE_JOBS_MAX];
     struct scheduler *scheduler = context;
     struct engine_batch *batch;
 
     while ((batch = engine_done(scheduler->engine))) {
         bool lost = batch->result == -ENOTRECOVERABLE;
+        unsigned n = collect(scheduler, batch, ended);
 
-        end_batch(scheduler, batch);
+        if (!lost)
+            run(scheduler);
+        for (unsigned i = 0; i < n; i++)
+            answer(scheduler, ended[i]);
         if (lost) {
             scheduler->lost(scheduler->context, "the backend reports that the device is lost");
             return;

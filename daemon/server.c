@@ -18,7 +18,8 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/socket.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
 #include "clock.h"
 #include "service.h"
@@ -455,6 +456,36 @@ static int init_loop(struct server *server)
                           on_progress, on_lost, server);
 }
 
+/* What others may write decides what is computed here. */
+static void warn_if_writable(const char *path, const char *what)
+{
+    struct stat st;
+
+    if (stat(path, &st) == 0 && (st.st_mode & S_IWOTH))
+        log_warning("config.writable", "everybody may write to the %s", what);
+}
+
+static void warn_about_files(const struct server *server)
+{
+    warn_if_writable(server->options.config ? server->options.config : CONFIG_DEFAULT,
+                     "configuration");
+    warn_if_writable(server->config.models_dir, "models_dir");
+    warn_if_writable(server->config.weights_dir, "weights_dir");
+}
+
+/* Each connection is a descriptor, and those in flight to clients are counted against this too. */
+static void raise_descriptor_limit(void)
+{
+    struct rlimit limit;
+
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max)
+        return;
+    limit.rlim_cur = limit.rlim_max;
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
+        log_warning("limits.descriptors", "RLIMIT_NOFILE cannot be raised: %s",
+                    strerrordesc_np(errno));
+}
+
 static int fail(int code, const char *event, const struct report *report)
 {
     log_error(event, "%s", report->text);
@@ -470,6 +501,8 @@ static int prepare(struct server *server)
     if (server_configure(&server->options, &server->config, &report) < 0)
         return fail(EXIT_CONFIGURATION, "config.failed", &report);
     log_set_level(server->config.log_level);
+    warn_about_files(server);
+    raise_descriptor_limit();
     server->admin_gid = (gid_t)-1;
     if (server->config.admin_group[0] &&
         access_group(server->config.admin_group, &server->admin_gid) < 0) {

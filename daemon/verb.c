@@ -93,6 +93,8 @@ static void hello(struct conn *conn, const struct proto_request *message)
     conn->hello = true;
     snprintf(conn->name, sizeof(conn->name), "%.*s", (int)message->hello.name.n,
              message->hello.name.s);
+    log_debug("client.hello", "uid %u, pid %d is \"%s\"", conn->peer.uid, (int)conn->peer.pid,
+              conn->name);
     document_hello(&doc, conn);
     answer(conn, message, &doc);
 }
@@ -146,11 +148,14 @@ static void on_buffer_made(struct buffer *buffer, void *context)
         buffer_unref(buffer);
         return;
     }
-    if (!request_answer_buffer(request, buffer->handle, buffer->size,
-                               request->verb == VERB_BUFFER_CREATE ? buffer->shm.fd : -1)) {
-        request_fail(request, ERR_BUSY, "too many descriptors are on their way");
-        buffer_table_remove(&conn->buffers, buffer->handle);
+    if (request_answer_buffer(request, buffer->handle, buffer->size,
+                              request->verb == VERB_BUFFER_CREATE ? buffer->shm.fd : -1)) {
+        /* The pages are mapped, and the client has its own descriptor. */
+        buffer->shm.fd = close_fd(buffer->shm.fd);
+        return;
     }
+    request_fail(request, ERR_BUSY, "too many descriptors are on their way");
+    buffer_table_remove(&conn->buffers, buffer->handle);
 }
 
 static void make_buffer(struct conn *conn, const struct proto_request *message, uint64_t size,

@@ -32,6 +32,9 @@
 #include "proto/shm.h"
 #include "proto/wire.h"
 
+/* Not inlined: the stack frames of tests stay small. */
+#define HELPER static __attribute__((unused, noinline))
+
 #define MODEL_A       "a_8x64x128_g8"               /* [8, 64] -> [1, 128, 8, 1] */
 #define MODEL_B       "b_n2_c3-16_k3_min0.0_max1.0" /* constant */
 #define MODEL_FULL    "b_full_n2_c3-16_k3"          /* not constant */
@@ -58,7 +61,7 @@ struct client {
 
 /* ---- small things ---- */
 
-static inline double now_s(void)
+HELPER double now_s(void)
 {
     struct timespec now;
 
@@ -66,12 +69,12 @@ static inline double now_s(void)
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-static inline void sleep_ms(long ms)
+HELPER void sleep_ms(long ms)
 {
     nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
 }
 
-static inline void write_file(const char *path, const char *text)
+HELPER void write_file(const char *path, const char *text)
 {
     FILE *file = fopen(path, "we");
 
@@ -80,9 +83,9 @@ static inline void write_file(const char *path, const char *text)
     assert_int_equal(fclose(file), 0);
 }
 
-static inline void copy_file(const char *from, const char *to)
+HELPER void copy_file(const char *from, const char *to)
 {
-    char bytes[4096];
+    char bytes[2048];
     FILE *in = fopen(from, "re"), *out = fopen(to, "we");
     size_t n;
 
@@ -95,7 +98,7 @@ static inline void copy_file(const char *from, const char *to)
     assert_int_equal(fclose(out), 0);
 }
 
-static inline void add_model(const struct daemon *daemon, const char *name)
+HELPER void add_model(const struct daemon *daemon, const char *name)
 {
     char from[300], to[300];
 
@@ -107,7 +110,7 @@ static inline void add_model(const struct daemon *daemon, const char *name)
     copy_file(from, to);
 }
 
-static inline int remove_one(const char *path, const struct stat *st, int kind, struct FTW *where)
+HELPER int remove_one(const char *path, const struct stat *st, int kind, struct FTW *where)
 {
     (void)st;
     (void)kind;
@@ -115,12 +118,12 @@ static inline int remove_one(const char *path, const struct stat *st, int kind, 
     return remove(path);
 }
 
-static inline void remove_tree(const char *path)
+HELPER void remove_tree(const char *path)
 {
     nftw(path, remove_one, 8, FTW_DEPTH | FTW_PHYS);
 }
 
-static inline const char *built(const char *name)
+HELPER const char *built(const char *name)
 {
     static char path[4][300];
     static unsigned i;
@@ -133,7 +136,7 @@ static inline const char *built(const char *name)
 
 /* ---- the daemon ---- */
 
-static inline unsigned count_fds(pid_t pid)
+HELPER unsigned count_fds(pid_t pid)
 {
     char path[64];
     unsigned n = 0;
@@ -148,7 +151,7 @@ static inline unsigned count_fds(pid_t pid)
     return n > 2 ? n - 2 : 0;
 }
 
-static inline void print_fds(pid_t pid)
+HELPER void print_fds(pid_t pid)
 {
     char path[64], name[320], target[200];
     struct dirent *entry;
@@ -168,7 +171,7 @@ static inline void print_fds(pid_t pid)
         closedir(dir);
 }
 
-static inline void daemon_prepare(struct daemon *daemon)
+HELPER void daemon_prepare(struct daemon *daemon)
 {
     *daemon = (struct daemon){0};
     snprintf(daemon->dir, sizeof(daemon->dir), "/tmp/fused-test-XXXXXX");
@@ -182,7 +185,7 @@ static inline void daemon_prepare(struct daemon *daemon)
 }
 
 /* Starts without waiting. `script` NULL: the CPU backend, else the scripted one. */
-static inline void daemon_spawn(struct daemon *daemon, const char *script)
+HELPER void daemon_spawn(struct daemon *daemon, const char *script)
 {
     const char *backend = script ? built("fake-backend.so") : "cpu", *fused = built("fused");
     char path[400];
@@ -204,7 +207,7 @@ static inline void daemon_spawn(struct daemon *daemon, const char *script)
     }
 }
 
-static inline void print_log(const struct daemon *daemon)
+HELPER void print_log(const struct daemon *daemon)
 {
     FILE *file = fopen(daemon->log, "re");
     char line[1200];
@@ -215,7 +218,7 @@ static inline void print_log(const struct daemon *daemon)
         fclose(file);
 }
 
-static inline bool log_has(const struct daemon *daemon, const char *text)
+HELPER bool log_has(const struct daemon *daemon, const char *text)
 {
     FILE *file = fopen(daemon->log, "re");
     bool found = false;
@@ -228,7 +231,7 @@ static inline bool log_has(const struct daemon *daemon, const char *text)
     return found;
 }
 
-static inline void daemon_wait_ready(struct daemon *daemon)
+HELPER void daemon_wait_ready(struct daemon *daemon)
 {
     for (int i = 0; i < 2000; i++) {
         int fd = wire_connect(daemon->socket), status;
@@ -250,7 +253,7 @@ static inline void daemon_wait_ready(struct daemon *daemon)
 }
 
 /* A running daemon with the four models; `config` NULL: all defaults. */
-static inline void daemon_start(struct daemon *daemon, const char *script, const char *config)
+HELPER void daemon_start(struct daemon *daemon, const char *script, const char *config)
 {
     daemon_prepare(daemon);
     add_model(daemon, MODEL_A);
@@ -264,7 +267,7 @@ static inline void daemon_start(struct daemon *daemon, const char *script, const
 }
 
 /* Waits for the end; the exit code, or 1000 + signal. */
-static inline int daemon_join(struct daemon *daemon, double seconds)
+HELPER int daemon_join(struct daemon *daemon, double seconds)
 {
     double until = now_s() + seconds;
     int status;
@@ -283,13 +286,13 @@ static inline int daemon_join(struct daemon *daemon, double seconds)
     return -1;
 }
 
-static inline void daemon_remove(struct daemon *daemon)
+HELPER void daemon_remove(struct daemon *daemon)
 {
     remove_tree(daemon->dir);
 }
 
 /* SIGTERM, exit code 0, nothing left at the path. */
-static inline void daemon_stop(struct daemon *daemon)
+HELPER void daemon_stop(struct daemon *daemon)
 {
     int code;
 
@@ -304,7 +307,7 @@ static inline void daemon_stop(struct daemon *daemon)
 
 /* ---- clients ---- */
 
-static inline void client_open(struct client *client, const struct daemon *daemon)
+HELPER void client_open(struct client *client, const struct daemon *daemon)
 {
     client->fd = wire_connect(daemon->socket);
     if (client->fd < 0)
@@ -314,13 +317,13 @@ static inline void client_open(struct client *client, const struct daemon *daemo
     assert_non_null(client->codec);
 }
 
-static inline void client_close(struct client *client)
+HELPER void client_close(struct client *client)
 {
     close(client->fd);
     client->codec = codec_free(client->codec);
 }
 
-static inline void client_send_raw(struct client *client, const void *bytes, size_t n, int fd)
+HELPER void client_send_raw(struct client *client, const void *bytes, size_t n, int fd)
 {
     int r = wire_send(client->fd, bytes, n, fd);
 
@@ -329,7 +332,7 @@ static inline void client_send_raw(struct client *client, const void *bytes, siz
 }
 
 /* Sends with a fresh id if it has none; returns the id. */
-static inline uint64_t client_send(struct client *client, struct proto_request *request, int fd)
+HELPER uint64_t client_send(struct client *client, struct proto_request *request, int fd)
 {
     int n;
 
@@ -343,7 +346,7 @@ static inline uint64_t client_send(struct client *client, struct proto_request *
 }
 
 /* Is there a datagram, or the end, within that time? */
-static inline bool client_readable(struct client *client, int timeout_ms)
+HELPER bool client_readable(struct client *client, int timeout_ms)
 {
     struct pollfd p = {.fd = client->fd, .events = POLLIN};
 
@@ -351,7 +354,7 @@ static inline bool client_readable(struct client *client, int timeout_ms)
 }
 
 /* The next reply; lives until the next receive. False: the server closed. */
-static inline bool client_recv(struct client *client, struct proto_reply *reply, int *ret_fd)
+HELPER bool client_recv(struct client *client, struct proto_reply *reply, int *ret_fd)
 {
     const char *reason = "";
     int fd = -1, n, r;
@@ -373,7 +376,7 @@ static inline bool client_recv(struct client *client, struct proto_reply *reply,
     return true;
 }
 
-static inline bool client_is_closed(struct client *client)
+HELPER bool client_is_closed(struct client *client)
 {
     char byte;
 
@@ -382,8 +385,8 @@ static inline bool client_is_closed(struct client *client)
 }
 
 /* Sends and receives its one answer. */
-static inline void client_call(struct client *client, struct proto_request *request, int fd,
-                               struct proto_reply *reply, int *ret_fd)
+HELPER void client_call(struct client *client, struct proto_request *request, int fd,
+                        struct proto_reply *reply, int *ret_fd)
 {
     uint64_t id = client_send(client, request, fd);
 
@@ -411,7 +414,7 @@ static inline void client_call(struct client *client, struct proto_request *requ
     } while (0)
 
 /* Does a number of at least that many digits follow the word somewhere? */
-static inline bool has_number(const char *text, const char *word, size_t n)
+HELPER bool has_number(const char *text, const char *word, size_t n)
 {
     for (const char *p = text; (p = strstr(p, word)); p++) {
         if (strspn(p + strlen(word), "0123456789abcdef") >= n)
@@ -421,7 +424,7 @@ static inline bool has_number(const char *text, const char *word, size_t n)
 }
 
 /* No error text carries a directory, an address or a control character. */
-static inline void assert_text_is_clean(const struct proto_reply *reply)
+HELPER void assert_text_is_clean(const struct proto_reply *reply)
 {
     char text[PROTO_TEXT_MAX + 1];
 
@@ -435,12 +438,12 @@ static inline void assert_text_is_clean(const struct proto_reply *reply)
         assert_true((unsigned char)*p >= 0x20);
 }
 
-static inline struct proto_str str(const char *s)
+HELPER struct proto_str str(const char *s)
 {
     return (struct proto_str){s, (uint32_t)strlen(s)};
 }
 
-static inline void client_hello(struct client *client)
+HELPER void client_hello(struct client *client)
 {
     struct proto_request hello = {.verb = VERB_HELLO,
                                   .hello = {.version = PROTO_VERSION_MAX, .name = str("test")}};
@@ -450,14 +453,14 @@ static inline void client_hello(struct client *client)
     assert_ok(&reply);
 }
 
-static inline void client_start(struct client *client, const struct daemon *daemon)
+HELPER void client_start(struct client *client, const struct daemon *daemon)
 {
     client_open(client, daemon);
     client_hello(client);
 }
 
 /* A buffer: its handle; mapped into *shm. */
-static inline uint32_t client_buffer(struct client *client, size_t size, struct shm *shm)
+HELPER uint32_t client_buffer(struct client *client, size_t size, struct shm *shm)
 {
     struct proto_request request = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = size};
     struct proto_reply reply;
@@ -474,7 +477,7 @@ static inline uint32_t client_buffer(struct client *client, size_t size, struct 
 
 /* ---- golden data and the request that every test makes ---- */
 
-static inline void golden_read(const char *name, const char *tensor, void *to, size_t size)
+HELPER void golden_read(const char *name, const char *tensor, void *to, size_t size)
 {
     struct safetensors *file = NULL;
     const struct st_tensor *found;
@@ -491,7 +494,7 @@ static inline void golden_read(const char *name, const char *tensor, void *to, s
     safetensors_free(file);
 }
 
-static inline void assert_near(const float *got, const float *wanted, size_t n)
+HELPER void assert_near(const float *got, const float *wanted, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         if (!(fabsf(got[i] - wanted[i]) <= 1e-4f + 1e-4f * fabsf(wanted[i])))
@@ -500,7 +503,7 @@ static inline void assert_near(const float *got, const float *wanted, size_t n)
 }
 
 /* MODEL_A with inline input and output. `x` holds A_ROWS rows. */
-static inline struct proto_request infer_a(const float *x)
+HELPER struct proto_request infer_a(const float *x)
 {
     return (struct proto_request){.verb = VERB_INFER,
                                   .infer = {
@@ -515,7 +518,7 @@ static inline struct proto_request infer_a(const float *x)
                                   }};
 }
 
-static inline void assert_is_a(const struct proto_reply *reply)
+HELPER void assert_is_a(const struct proto_reply *reply)
 {
     static float wanted[A_ROWS * A_OUT], got[A_ROWS * A_OUT];
 
@@ -528,7 +531,7 @@ static inline void assert_is_a(const struct proto_reply *reply)
 }
 
 /* Within 5 s, that many descriptors more than when idle are open, or fewer. */
-static inline void assert_fds(const struct daemon *daemon, unsigned more)
+HELPER void assert_fds(const struct daemon *daemon, unsigned more)
 {
     unsigned n = 0;
 
@@ -544,7 +547,7 @@ static inline void assert_fds(const struct daemon *daemon, unsigned more)
 
 /* After a hostile act: the same process, a right answer to a clean client, and no descriptor more
  * than at the start. */
-static inline void assert_healthy(struct daemon *daemon)
+HELPER void assert_healthy(struct daemon *daemon)
 {
     static float x[A_ROWS * A_IN];
     static struct client client;

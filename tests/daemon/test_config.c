@@ -38,7 +38,7 @@ static void ships_the_defaults(void **state)
     n = fread(text, 1, sizeof(text) - 1, file);
     fclose(file);
     text[n] = '\0';
-    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+    for (char *rest = text, *line; (line = strsep(&rest, "\n"));) {
         if (line[0] == '#' && line[1] != ' ' && line[1] != '\0')
             used += (size_t)snprintf(out + used, sizeof(out) - used, "%s\n", line + 1);
     }

@@ -253,11 +253,11 @@ static void says_nothing_when_killed_while_starting(void **state)
     (void)state;
     one_model(&d);
     manager = manager_socket(&d);
-    daemon_spawn(&d, "load_ms=1500");
+    daemon_spawn(&d, "load_ms=7000");
     unsetenv("NOTIFY_SOCKET");
     expect(manager, "STATUS=Loading");
     kill(d.pid, SIGTERM);
-    assert_int_equal(daemon_join(&d, 1), 0);
+    assert_int_equal(daemon_join(&d, 4), 0);
     while ((n = recv(manager, text, sizeof(text) - 1, MSG_DONTWAIT)) > 0) {
         text[n] = '\0';
         assert_null(strstr(text, "READY=1"));
@@ -398,6 +398,26 @@ static void says_that_there_is_no_device(void **state)
     assert_true(log_has(&d, "no device"));
     assert_int_equal(access(d.socket, F_OK), -1);
     daemon_remove(&d);
+}
+
+/* C-06: without stdin, stdout and stderr no descriptor of ours takes their place. */
+static void starts_without_stdio(void **state)
+{
+    struct daemon d;
+
+    (void)state;
+    one_model(&d);
+    d.pid = fork();
+    assert_true(d.pid >= 0);
+    if (d.pid == 0) {
+        closefrom(0);
+        execl(built("fused"), "fused", "--config", d.config, "--socket", d.socket, "--models",
+              d.models, "--backend", "cpu", (char *)NULL);
+        _exit(127);
+    }
+    daemon_wait_ready(&d);
+    assert_healthy(&d);
+    daemon_stop(&d);
 }
 
 /* ---- the end ---- */
@@ -625,6 +645,7 @@ int main(void)
         cmocka_unit_test(refuses_bad_configuration),
         cmocka_unit_test(knows_its_options),
         cmocka_unit_test(says_that_there_is_no_device),
+        cmocka_unit_test(starts_without_stdio),
         cmocka_unit_test(drains),
         cmocka_unit_test(drains_on_request),
         cmocka_unit_test(ends_a_drain_in_time),

@@ -22,7 +22,7 @@ static int stop(void **state)
     return 0;
 }
 
-static void call(struct proto_reply *reply, enum verb verb, const char *name)
+HELPER void call(struct proto_reply *reply, enum verb verb, const char *name)
 {
     struct proto_request request = {.verb = verb, .model.name = str(name)};
 
@@ -30,7 +30,7 @@ static void call(struct proto_reply *reply, enum verb verb, const char *name)
 }
 
 /* The answer as JSON; lives until the next call. */
-static const char *json(const struct proto_reply *reply)
+HELPER const char *json(const struct proto_reply *reply)
 {
     static char *text;
 
@@ -48,7 +48,7 @@ static const char *json(const struct proto_reply *reply)
             fail_msg("\"%s\" is not in %s", words, has_text); \
     } while (0)
 
-static void write_model(const struct daemon *daemon, const char *file, const char *text)
+HELPER void write_model(const struct daemon *daemon, const char *file, const char *text)
 {
     char path[300];
 
@@ -60,7 +60,7 @@ static const char clamp_model[] =
     "name = \"%s\"; dtype = \"float32\"; input = { shape = [ 4 ]; };\n"
     "stages = ( { op = \"clamp\"; min = 0.0; max = %s; } );\n";
 
-static void add_clamp(const struct daemon *daemon, const char *file, const char *name,
+HELPER void add_clamp(const struct daemon *daemon, const char *file, const char *name,
                       const char *max)
 {
     char text[400];
@@ -69,7 +69,7 @@ static void add_clamp(const struct daemon *daemon, const char *file, const char 
     write_model(daemon, file, text);
 }
 
-static void remove_model(const struct daemon *daemon, const char *file)
+HELPER void remove_model(const struct daemon *daemon, const char *file)
 {
     char path[300];
 
@@ -78,7 +78,7 @@ static void remove_model(const struct daemon *daemon, const char *file)
 }
 
 /* What clamp makes of 5. */
-static float clamp_of_five(void)
+HELPER float clamp_of_five(void)
 {
     static const float five[4] = {5, 5, 5, 5};
     struct proto_request request = {.verb = VERB_INFER,

@@ -278,6 +278,65 @@ static void wants_ids_to_differ(void **state)
     client_close(&c);
 }
 
+/* P-17: as another uid, in a child. Its exit status says which check failed. */
+static int as_nobody_in_particular(void)
+{
+    static const enum verb verbs[] = {VERB_MODEL_LOAD, VERB_MODEL_UNLOAD, VERB_MODEL_RELOAD,
+                                      VERB_DRAIN, VERB_LOG};
+    struct proto_request request = infer_a(x);
+    struct proto_reply reply;
+    char *text = NULL;
+
+    if (setresgid(1234, 1234, 1234) != 0 || setresuid(1234, 1234, 1234) != 0)
+        return 1;
+    client_start(&c, &d);
+    for (size_t i = 0; i < ARRAY_SIZE(verbs); i++) {
+        struct proto_request admin = {.verb = verbs[i]};
+
+        if (verbs[i] == VERB_LOG)
+            admin.log.level = str("debug");
+        else if (verbs[i] != VERB_DRAIN)
+            admin.model.name = str(MODEL_A);
+        client_call(&c, &admin, -1, &reply, NULL);
+        if (reply.error != ERR_DENIED)
+            return 2;
+    }
+    client_call(&c, &request, -1, &reply, NULL);
+    if (reply.error != ERR_NONE)
+        return 3;
+    request.id = 0;
+    request.infer.priority = PROTO_PRIORITY_MAX;
+    client_call(&c, &request, -1, &reply, NULL);
+    if (reply.error != ERR_DENIED)
+        return 4;
+    request = (struct proto_request){.verb = VERB_STATUS};
+    client_call(&c, &request, -1, &reply, NULL);
+    if (reply.error != ERR_NONE ||
+        codec_json(reply.document.bytes, reply.document.n_bytes, &text) != 0)
+        return 5;
+    return strstr(text, "\"uids\"") || strstr(text, "\"admin\":true") ? 6 : 0;
+}
+
+static void denies_others(void **state)
+{
+    pid_t child;
+    int status;
+
+    (void)state;
+    if (getuid() != 0)
+        skip();
+    assert_int_equal(chmod(d.dir, 0711), 0);
+    assert_int_equal(chmod(d.socket, 0666), 0);
+    child = fork();
+    assert_true(child >= 0);
+    if (child == 0)
+        _exit(as_nobody_in_particular());
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(WEXITSTATUS(status), 0);
+    assert_int_equal(chmod(d.dir, 0700), 0);
+    assert_healthy(&d);
+}
+
 /* P-16, in small: noise from some, answers to others. */
 static void survives_noise(void **state)
 {
@@ -329,6 +388,7 @@ int main(void)
         cmocka_unit_test(closes_who_does_not_read),
         cmocka_unit_test(limits_connections),
         cmocka_unit_test(wants_ids_to_differ),
+        cmocka_unit_test(denies_others),
         cmocka_unit_test(survives_noise),
     };
 

@@ -441,6 +441,26 @@ static void batches_what_waits(void **state)
     daemon_stop(&slow);
 }
 
+/* MODEL_A with another last line. */
+static void add_a_with(const struct daemon *daemon, const char *batching)
+{
+    char path[200], text[2000], *last;
+    FILE *file;
+    size_t n;
+
+    add_model(daemon, MODEL_A);
+    snprintf(path, sizeof(path), "%s/%s.conf", daemon->models, MODEL_A);
+    file = fopen(path, "re");
+    assert_non_null(file);
+    n = fread(text, 1, sizeof(text) - 200, file);
+    fclose(file);
+    text[n] = '\0';
+    last = strstr(text, "batching");
+    assert_non_null(last);
+    snprintf(last, 200, "%s", batching);
+    write_file(path, text);
+}
+
 static void prefers_priority(void **state)
 {
     static const uint8_t priorities[] = {0, 1, 2, 3};
@@ -451,22 +471,7 @@ static void prefers_priority(void **state)
 
     (void)state;
     daemon_prepare(&slow);
-    add_model(&slow, MODEL_A);
-    {
-        char path[200], text[2000];
-        FILE *file;
-        size_t n;
-
-        snprintf(path, sizeof(path), "%s/%s.conf", slow.models, MODEL_A);
-        file = fopen(path, "re");
-        assert_non_null(file);
-        n = fread(text, 1, sizeof(text) - 1, file);
-        fclose(file);
-        text[n] = '\0';
-        assert_non_null(strstr(text, "max_rows = 256"));
-        memcpy(strstr(text, "max_rows = 256"), "max_rows =   8", 14);
-        write_file(path, text);
-    }
+    add_a_with(&slow, "batching = { max_rows = 8; };\n");
     daemon_spawn(&slow, "delay_ms=60");
     daemon_wait_ready(&slow);
     client_start(&c, &slow);
@@ -486,6 +491,40 @@ static void prefers_priority(void **state)
     }
     client_close(&c);
     daemon_stop(&slow);
+}
+
+/* max_delay_us waits for more rows, but no longer, and not when the batch is full. */
+static void waits_for_more(void **state)
+{
+    struct proto_request request = infer_a(x);
+    struct proto_reply reply;
+    struct daemon patient;
+    double begin;
+
+    (void)state;
+    daemon_prepare(&patient);
+    add_a_with(&patient, "batching = { max_rows = 16; max_delay_us = 150000; };\n");
+    daemon_spawn(&patient, NULL);
+    daemon_wait_ready(&patient);
+    client_start(&c, &patient);
+    begin = now_s();
+    client_call(&c, &request, -1, &reply, NULL);
+    assert_is_a(&reply);
+    assert_in_range((int)((now_s() - begin) * 1000), 140, 1000);
+    assert_in_range(reply.infer.queue_us, 140000, 1000000);
+    begin = now_s();
+    for (int i = 0; i < 2; i++) {
+        request.id = 0;
+        client_send(&c, &request, -1);
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_true(client_recv(&c, &reply, NULL));
+        assert_is_a(&reply);
+        assert_int_equal(reply.infer.batch_rows, 2 * A_ROWS);
+    }
+    assert_true(now_s() - begin < 0.14);
+    client_close(&c);
+    daemon_stop(&patient);
 }
 
 /* Two slots that end out of order: every answer still belongs to its request. */
@@ -549,6 +588,7 @@ static void keeps_limits(void **state)
 {
     struct proto_request request = infer_a(x),
                          create = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = 4096};
+    static struct client more[2];
     unsigned n_quota = 0, n_ok = 0;
     struct proto_reply reply;
     struct daemon small;
@@ -588,6 +628,25 @@ static void keeps_limits(void **state)
     client_close(&c);
     assert_healthy(&small);
     daemon_stop(&small);
+    /* What all share. */
+    daemon_start(&small, "", "total_buffer_bytes = 5000; total_connections = 2;");
+    client_start(&c, &small);
+    client_buffer(&c, 4096, &shm[0]);
+    create.id = 0;
+    client_call(&c, &create, -1, &reply, NULL);
+    assert_error(&reply, ERR_BUSY);
+    shm_deinit(&shm[0]);
+    client_open(&more[0], &small);
+    client_open(&more[1], &small);
+    assert_true(client_recv(&more[1], &reply, NULL));
+    assert_error(&reply, ERR_BUSY);
+    client_close(&more[0]);
+    client_close(&more[1]);
+    sleep_ms(50);
+    client_close(&c);
+    sleep_ms(50);
+    assert_healthy(&small);
+    daemon_stop(&small);
 }
 
 static void bounds_the_queue(void **state)
@@ -596,27 +655,10 @@ static void bounds_the_queue(void **state)
     unsigned n_busy = 0, n_ok = 0;
     struct proto_reply reply;
     struct daemon slow;
-    char path[200];
-    FILE *file;
 
     (void)state;
     daemon_prepare(&slow);
-    add_model(&slow, MODEL_A);
-    snprintf(path, sizeof(path), "%s/%s.conf", slow.models, MODEL_A);
-    {
-        char text[2000], *batching;
-        size_t n;
-
-        file = fopen(path, "re");
-        assert_non_null(file);
-        n = fread(text, 1, sizeof(text) - 1, file);
-        fclose(file);
-        text[n] = '\0';
-        batching = strstr(text, "batching");
-        assert_non_null(batching);
-        strcpy(batching, "batching = { max_rows = 8; queue_rows = 16; };\n");
-        write_file(path, text);
-    }
+    add_a_with(&slow, "batching = { max_rows = 8; queue_rows = 16; };\n");
     daemon_spawn(&slow, "delay_ms=100");
     daemon_wait_ready(&slow);
     client_start(&c, &slow);
@@ -691,6 +733,7 @@ int main(void)
         cmocka_unit_test(refuses_an_id_in_flight),
         cmocka_unit_test(batches_what_waits),
         cmocka_unit_test(prefers_priority),
+        cmocka_unit_test(waits_for_more),
         cmocka_unit_test(survives_reordering),
         cmocka_unit_test(names_failures),
         cmocka_unit_test(keeps_limits),
