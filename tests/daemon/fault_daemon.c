@@ -1,0 +1,181 @@
+/*
+ * fault_daemon.c - every allocation and system call of the loop thread fails once
+ *
+ * A daemon runs in a child whose loop thread is armed: its n-th call fails. Whatever that hits, the
+ * daemon either refuses to start with one of its exit codes, or every later request gets an answer
+ * or a closed connection, a clean client is then served as ever, no descriptor is left, and SIGTERM
+ * ends it with 0.
+ */
+#include <sys/mman.h>
+
+#include "daemon.h"
+#include "daemon/log.h"
+#include "daemon/server.h"
+#include "tests/fault.h"
+
+static struct daemon d;
+static struct client c;
+static bool is_open;
+static float x[A_ROWS * A_IN];
+static unsigned *n_calls; /* shared with the child: calls that it made */
+
+static void spawn_armed(unsigned n)
+{
+    d.pid = fork();
+    assert_true(d.pid >= 0);
+    if (d.pid == 0) {
+        struct server_options options = {
+            .config = d.config, .socket = d.socket, .models = d.models, .backend = "cpu"};
+        int log = open(d.log, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600), code;
+
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        dup2(log, STDERR_FILENO);
+        log_init(LOG_LEVEL_INFO);
+        fault_arm(n);
+        code = server_run(&options);
+        *n_calls = fault_disarm();
+        _exit(code);
+    }
+}
+
+/* False: it ended, with a code that it documents. */
+static bool wait_ready(unsigned n)
+{
+    for (int i = 0; i < 4000; i++) {
+        int fd = wire_connect(d.socket), status;
+
+        if (fd >= 0) {
+            close(fd);
+            return true;
+        }
+        if (waitpid(d.pid, &status, WNOHANG) == d.pid) {
+            if (!WIFEXITED(status) || (WEXITSTATUS(status) != 69 && WEXITSTATUS(status) != 78)) {
+                print_log(&d);
+                fail_msg("call %u: the daemon ended with %x", n, status);
+            }
+            return false;
+        }
+        sleep_ms(2);
+    }
+    print_log(&d);
+    fail_msg("call %u: the daemon neither serves nor ends", n);
+    return false;
+}
+
+/* One request: any answer will do, or the end of the connection. True: a right one. */
+static bool try_call(struct proto_request *request, int fd)
+{
+    struct proto_reply reply;
+    int n;
+
+    if (!is_open) {
+        struct proto_request hello = {
+            .id = 1, .verb = VERB_HELLO, .hello = {.version = PROTO_VERSION_MAX, .name = str("t")}};
+
+        client_open(&c, &d);
+        n = codec_encode_request(&hello, c.tx, sizeof(c.tx));
+        is_open = wire_send(c.fd, c.tx, (size_t)n, -1) == 0 && client_recv(&c, &reply, NULL) &&
+                  reply.error == ERR_NONE;
+        if (!is_open) {
+            client_close(&c);
+            return false;
+        }
+    }
+    request->id = 2;
+    n = codec_encode_request(request, c.tx, sizeof(c.tx));
+    assert_true(n > 0);
+    if (wire_send(c.fd, c.tx, (size_t)n, fd) != 0 || !client_recv(&c, &reply, NULL)) {
+        client_close(&c);
+        is_open = false;
+        return false;
+    }
+    return reply.error == ERR_NONE;
+}
+
+/* The one failure is behind us, or hits the first attempt: the second must do. */
+static void assert_served(unsigned n)
+{
+    struct proto_request infer = infer_a(x);
+
+    if (!try_call(&infer, -1) && !try_call(&infer, -1)) {
+        print_log(&d);
+        fail_msg("call %u: a clean client is not served", n);
+    }
+    client_close(&c);
+    is_open = false;
+    assert_fds(&d, 0);
+}
+
+static void converse(void)
+{
+    struct proto_request infer = infer_a(x);
+    struct proto_request create = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = 65536};
+    struct proto_request adopt = {.verb = VERB_BUFFER_REGISTER, .buffer_register.size_bytes = 4096};
+    struct proto_request release = {.verb = VERB_BUFFER_RELEASE, .buffer_release.buffer = 1};
+    struct proto_request status = {.verb = VERB_STATUS}, stats = {.verb = VERB_STATS},
+                         list = {.verb = VERB_MODEL_LIST}, reload = {.verb = VERB_MODEL_RELOAD},
+                         unload = {.verb = VERB_MODEL_UNLOAD, .model.name = str(MODEL_B)},
+                         load = {.verb = VERB_MODEL_LOAD, .model.name = str(MODEL_B)};
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    assert_int_equal(ftruncate(fd, 4096), 0);
+    assert_int_equal(fallocate(fd, 0, 0, 4096), 0);
+    infer.infer.has_deadline = true;
+    infer.infer.deadline_us = 5000000;
+    try_call(&infer, -1);
+    try_call(&create, -1);
+    try_call(&adopt, fd);
+    try_call(&release, -1);
+    try_call(&status, -1);
+    try_call(&stats, -1);
+    try_call(&list, -1);
+    try_call(&unload, -1);
+    try_call(&load, -1);
+    try_call(&reload, -1);
+    close(fd);
+    if (is_open)
+        client_close(&c);
+    is_open = false;
+}
+
+static void survives_every_failure(void **state)
+{
+    unsigned n_started = 0;
+
+    (void)state;
+    golden_read(MODEL_A, "x", x, sizeof(x));
+    n_calls = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(n_calls != MAP_FAILED);
+    daemon_prepare(&d);
+    add_model(&d, MODEL_A);
+    add_model(&d, MODEL_B);
+    for (unsigned n = 1; n < 2000; n++) {
+        *n_calls = 0;
+        spawn_armed(n);
+        if (!wait_ready(n))
+            continue;
+        n_started++;
+        sleep_ms(5);
+        d.n_fds = count_fds(d.pid);
+        converse();
+        assert_served(n);
+        kill(d.pid, SIGTERM);
+        if (daemon_join(&d, 10) != 0) {
+            print_log(&d);
+            fail_msg("call %u: it did not end with 0", n);
+        }
+        if (*n_calls < n) {
+            print_message("%u calls, %u of them after the start\n", *n_calls, n_started);
+            daemon_remove(&d);
+            return;
+        }
+    }
+    fail_msg("there is no end to the calls");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(survives_every_failure)};
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
