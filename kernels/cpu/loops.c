@@ -14,7 +14,7 @@
 #include <string.h>
 
 #ifdef __SSE__
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "loops.h"
@@ -289,20 +289,45 @@ CLONES void loops_unblock(const float *x, size_t n, size_t block, float *y, size
             y[c * ld + i] = x[i * block + c];
 }
 
+#ifdef __SSE__
+__attribute__((target("avx512f"))) static void stream_512(const float *x, float *y, size_t n)
+{
+    for (size_t i = 0; i < n; i += 16)
+        _mm512_stream_ps(y + i, _mm512_loadu_ps(x + i));
+}
+
+static void stream_128(const float *x, float *y, size_t n)
+{
+    for (size_t i = 0; i < n; i += 4)
+        _mm_stream_ps(y + i, _mm_loadu_ps(x + i));
+}
+
 void loops_stream(const float *x, float *y, size_t n)
 {
-#ifdef __SSE__
-    size_t i = 0;
+    /* Whole lines past the caches, what is left on both sides in the usual way. */
+    size_t before = (size_t)(-(uintptr_t)y & 63) / sizeof(*y), lines;
 
-    for (; i < n && ((uintptr_t)(y + i) & 63); i++)
-        y[i] = x[i];
-    for (; i + 16 <= n; i += 16)
-        for (size_t l = 0; l < 16; l += 4)
-            _mm_stream_ps(y + i + l, _mm_loadu_ps(x + i + l));
-    for (; i < n; i++)
-        y[i] = x[i];
-    _mm_sfence();
-#else
-    memcpy(y, x, n * sizeof(*y));
-#endif
+    before = before < n ? before : n;
+    lines = (n - before) / 16 * 16;
+    memcpy(y, x, before * sizeof(*y));
+    if (__builtin_cpu_supports("avx512f"))
+        stream_512(x + before, y + before, lines);
+    else
+        stream_128(x + before, y + before, lines);
+    memcpy(y + before + lines, x + before + lines, (n - before - lines) * sizeof(*y));
 }
+
+void loops_stream_end(void)
+{
+    _mm_sfence();
+}
+#else
+void loops_stream(const float *x, float *y, size_t n)
+{
+    memcpy(y, x, n * sizeof(*y));
+}
+
+void loops_stream_end(void)
+{
+}
+#endif

@@ -45,5 +45,7 @@ void loops_affine_rows(const float *x, float *y, size_t n, float mean, float rst
 /* n places of `block` interleaved channels become `block` rows of n, ld apart. */
 void loops_unblock(const float *x, size_t n, size_t block, float *y, size_t ld);
 
-/* Writes past the caches; for results that nobody here reads again. */
+/* Writes past the caches; for results that nobody here reads again. Others may read them once the
+ * writing thread has called loops_stream_end(). */
 void loops_stream(const float *x, float *y, size_t n);
+void loops_stream_end(void);

@@ -33,5 +33,5 @@ struct outer_rows {
 };
 
 size_t outer_items(const struct outer *outer, const struct outer_rows *rows);
-/* `tile`: PASS_TILE floats of the calling worker's. */
+/* `tile`: PASS_TILE_SPACE floats of the calling worker's. */
 void outer_run(const struct outer *outer, size_t item, const struct outer_rows *rows, float *tile);

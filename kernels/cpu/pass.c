@@ -1,8 +1,8 @@
 /*
  * pass.c - what follows a product, fused: group norm, pointwise stages, amin, in one go over a row
  *
- * A row is worked on in tiles that stay in the first level cache: brought into order, normalised,
- * taken through the pointwise stages, then written or reduced. Memory is read once more than that
+ * A row is worked on in tiles that stay in a near cache: brought into order, normalised, taken
+ * through the pointwise stages, then written or reduced. Memory is read once more than that
  * only for statistics. Where these come from depends on the layout:
  *
  *     plain     a group is one run of numbers; its statistics are taken just before its tiles
@@ -275,17 +275,17 @@ static void apply_blocked(const struct pass *pass, const struct pass_row *row, i
                           int64_t chunk, float *tile)
 {
     int64_t per_group = pass->norm ? pass->channels / pass->groups : 1;
-    int64_t width = (int64_t)pass->block, wide = PASS_TILE / width;
+    int64_t width = (int64_t)pass->block;
     int64_t first = chunk * PLACES, end = least_of(first + PLACES, pass->spatial);
 
-    for (; first < end; first += wide) {
-        int64_t n = least_of(wide, end - first);
+    for (; first < end; first += PASS_TILE_ROWS) {
+        int64_t n = least_of(PASS_TILE_ROWS, end - first);
 
         loops_unblock(row->x + (block * pass->spatial + first) * width, (size_t)n, pass->block,
-                      tile, (size_t)wide);
+                      tile, PASS_TILE_LD);
         for (int64_t i = 0; i < width; i++) {
             int64_t c = block * width + i, g = c / per_group;
-            float *x = tile + i * wide;
+            float *x = tile + i * PASS_TILE_LD;
 
             if (c == pass->channels)
                 break;
@@ -321,6 +321,8 @@ void pass_run(const struct pass *pass, enum pass_round round, size_t item,
         } else {
             apply_plain(pass, row, item, tile);
         }
+        if (row->stream)
+            loops_stream_end();
         break;
     default:
         store(row, 0, pass_result(pass), row->scratch->least);

@@ -15,9 +15,10 @@
 #include "loops.h"
 #include "pointwise.h"
 
-#define PASS_TILE                                                                  \
-    4096 /* floats that a worker brings for a tile: a third of a first level cache \
-          */
+#define PASS_TILE       4096 /* elements of a tile: a third of a first level cache */
+#define PASS_TILE_ROWS  1024 /* of a tile of interleaved channels: places, so many for each */
+#define PASS_TILE_LD    (PASS_TILE_ROWS + 16) /* apart, because of 4 KiB they would collide */
+#define PASS_TILE_SPACE (LOOPS_BLOCK_MAX * PASS_TILE_LD) /* floats that a worker brings */
 
 enum pass_round {
     ROUND_SUMS,    /* statistics of a blocked row */
@@ -74,7 +75,7 @@ struct scratch_sizes pass_scratch(const struct pass *pass);
 size_t pass_items(const struct pass *pass, enum pass_round round);
 /* Items of this round must run one after the other. */
 bool pass_serial(const struct pass *pass, enum pass_round round);
-/* `tile`: PASS_TILE floats of the calling worker's. */
+/* `tile`: PASS_TILE_SPACE floats of the calling worker's. */
 void pass_run(const struct pass *pass, enum pass_round round, size_t item,
               const struct pass_row *row, float *tile);
 /* All of it. */

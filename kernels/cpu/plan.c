@@ -326,7 +326,7 @@ static void lay_out_slot(const struct plan *plan, struct layout *layout, struct 
     slot->row = take(layout, plan->in_elements, sizeof(float));
     slot->buffers[0] = take(layout, results[0], sizeof(float));
     slot->buffers[1] = take(layout, results[1], sizeof(float));
-    slot->tile = take(layout, PASS_TILE, sizeof(float));
+    slot->tile = take(layout, PASS_TILE_SPACE, sizeof(float));
     slot->scratch.sums = take(layout, most.sums, sizeof(struct loops_sums));
     slot->scratch.mean = take(layout, most.groups, sizeof(float));
     slot->scratch.rstd = take(layout, most.groups, sizeof(float));

@@ -46,7 +46,7 @@ struct phase {
 struct slot {
     float *row;        /* the row as float32 when it does not come so */
     float *buffers[2]; /* between steps, in turn */
-    float *tile;       /* PASS_TILE */
+    float *tile;       /* PASS_TILE_SPACE */
     struct scratch scratch;
 };
 

@@ -338,6 +338,8 @@ static void write_pattern(const struct run *run, const struct row_ref *ref, cons
         else
             memcpy(y + (size_t)i * size, pattern, (size_t)n * size);
     }
+    if (stream)
+        loops_stream_end();
 }
 
 /* What is known of a sample before computing; what is, is written unless a byte says it. */
