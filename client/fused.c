@@ -423,7 +423,7 @@ int fused_run(struct fused *f, const struct fused_infer *call, struct fused_resu
 {
     struct proto_request cancel = {.verb = VERB_CANCEL};
     struct fused_result result;
-    uint32_t index, ignored;
+    uint32_t index = 0, ignored;
     int64_t deadline;
     int r;
 
@@ -608,25 +608,25 @@ int fused_log_level(struct fused *f, const char *level, char **ret_json)
     return ask(f, VERB_LOG, level ? level : "", ret_json);
 }
 
-/* Appends the elements of one JSON list to another: "[a]" and "[b]" become "[a,b]". */
+/* Appends the elements of one JSON list to another: "[a]" and "[b]" become "[a, b]". */
 static int join_lists(char **list, const char *more)
 {
     size_t n = *list ? strlen(*list) : 0, n_more = strlen(more);
-    bool has_both = n > 2 && n_more > 2;
     char *joined;
 
     if (n > 2 && n_more <= 2)
         return 0;
+    n = n > 2 ? n : 0;
     joined = realloc(*list, n + n_more + 1);
     if (!joined)
         return -ENOMEM;
     *list = joined;
-    if (has_both) {
-        joined[n - 1] = ',';
-        memcpy(joined + n, more + 1, n_more);
-    } else {
-        memcpy(joined, more, n_more + 1);
+    memcpy(joined + n, more, n_more);
+    if (n > 0) {
+        joined[n - 1] = ','; /* was ] */
+        joined[n] = ' ';     /* was [ */
     }
+    joined[n + n_more] = 0;
     return 0;
 }
 
@@ -667,25 +667,23 @@ static int models_page(struct fused *f, char *after, char **list)
 int fused_models(struct fused *f, char **ret_json)
 {
     struct proto_request request = {.verb = VERB_MODEL_LIST};
-    _cleanup_free_ char *list = NULL;
-    char after[PROTO_NAME_MAX + 1] = "";
+    char after[PROTO_NAME_MAX + 1] = "", *list = NULL;
     unsigned n_pages = 0;
-    int r;
+    int r, more = 1;
 
     r = link_enter(f);
-    if (r < 0)
-        return r;
-    do {
+    while (r == 0 && more > 0) {
         request.model_list.after = (struct proto_str){after, (uint32_t)strlen(after)};
         r = transact_in_time(f, &request, -1);
-        if (r != 0)
-            return r;
-        r = ++n_pages > PAGES_MAX ? -EPROTO : models_page(f, after, &list);
-    } while (r > 0);
-    if (r < 0)
-        return r == -EPROTO ? link_fail(f, r, "the server sent a list of models that is none")
-                            : link_fail_errno(f, r);
-    if (ret_json)
+        if (r == 0)
+            more = ++n_pages > PAGES_MAX ? -EPROTO : models_page(f, after, &list);
+    }
+    if (r == 0 && more == -EPROTO)
+        r = link_fail(f, more, "the server sent a list of models that is none");
+    else if (r == 0 && more < 0)
+        r = link_fail_errno(f, more);
+    if (r == 0 && ret_json)
         *ret_json = take_ptr(list);
-    return 0;
+    free(list);
+    return r;
 }

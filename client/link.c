@@ -470,7 +470,7 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
 
 int link_transact(struct fused *f, struct proto_request *request, int fd, int64_t deadline)
 {
-    uint32_t index;
+    uint32_t index = 0;
     int r;
 
     r = link_post(f, request, fd, deadline, &(struct call){.state = CALL_SENT}, &index);

@@ -186,7 +186,7 @@ static struct proto_str take_str(struct reader *reader, enum key key)
 {
     const msgpack_object *o = take(reader, key, MSGPACK_OBJECT_STR);
 
-    return o ? (struct proto_str){o->via.str.ptr, o->via.str.size} : (struct proto_str){0};
+    return o ? (struct proto_str){o->via.str.ptr, o->via.str.size} : (struct proto_str){"", 0};
 }
 
 static struct proto_str take_name(struct reader *reader, enum key key)

@@ -279,7 +279,7 @@ static void test_documents(void **state)
     expect_json(fused_drain(f, &json), &json, "{}");
     expect_json(fused_log_level(f, "debug", &json), &json, "{}");
     expect_json(fused_models(f, &json), &json,
-                "[{\"name\":\"a\"},{\"name\":\"b\"},{\"name\":\"c\"}]");
+                "[{\"name\":\"a\"},{\"name\":\"b\"}, {\"name\":\"c\"}]");
     expect_json(fused_models(f, &json), &json, "[]");
     assert_int_equal(fused_models(f, &json), -EPROTO);
     expect_text(f, "list of models");
