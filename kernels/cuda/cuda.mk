@@ -17,10 +17,11 @@ $(B)/obj/%.cu.o: %.cu $(B)/.flags
 	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -MT $@ -c -o $@ $<
 
 SRC_cuda_only := $(wildcard kernels/cuda/*.c)
-SRC_cuda_whole := $(filter-out %/faulty.cu %/linear_norm_min.cu,$(SRC_cuda)) $(filter-out %/faultless.c,$(SRC_cuda_only))
+SRC_cuda_whole := $(foreach s,constant conv direct gemm move norm tail,kernels/cuda/$(s).cu) \
+                  $(filter-out %/faultless.c,$(SRC_cuda_only))
 LIBS_cuda := -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lcudnn -l:libstdc++.a -lconfig -ljansson -lm -ldl -lrt -pthread
 # Libraries are looked for beside the bundle's programs, then where the toolkit was.
-RPATH_cuda := -Wl,-rpath,'$$ORIGIN/../lib:$(CUDA_HOME)/lib64' -Wl,--exclude-libs,ALL
+RPATH_cuda := -Wl,-rpath,'$$ORIGIN/lib:$$ORIGIN/../lib:$(CUDA_HOME)/lib64' -Wl,--exclude-libs,ALL
 
 $(B)/fused-cuda.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faultless.c) $(B)/libkernels.a
 	$(SAY) LD $@
@@ -31,17 +32,18 @@ $(B)/fused-cuda-faulty.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faulty.cu) 
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -shared -Wl,-z,defs -o $@ $^ $(LIBS_cuda)
 
-# Programs that open the backend at run time. RPATH: the bundle has its libraries in lib/.
-GPU_PROGRAMS := $(B)/tests/gpu/test_gpu $(B)/tests/gpu/eval_gpu $(B)/tests/bench/bench_gpu
-GPU_LINK = @mkdir -p $(@D); printf '  %-8s %s\n' LD $@; \
-           $(CC) $(LDFLAGS_) -Wl,-rpath,'$$ORIGIN/../../lib' -o $@ $^ -lcmocka -ldl $(LIBS_kernels)
-$(B)/tests/gpu/%: $(B)/obj/tests/gpu/%.c.o $(B)/obj/tests/gpu/device.c.o $(B)/libcpu.a $(B)/libkernels.a
-	$(GPU_LINK)
-$(B)/tests/bench/bench_gpu: $(B)/obj/tests/bench/bench_gpu.c.o $(B)/obj/tests/gpu/device.c.o $(B)/libcpu.a \
-                            $(B)/libkernels.a
-	$(GPU_LINK)
+# Programs that open the backend at run time. They also run from the bundle, with its libraries in lib/.
+GPU_PROGRAMS := $(foreach t,test_gpu test_gpu_golden test_gpu_random eval_gpu,$(B)/tests/gpu/$(t)) \
+                $(B)/tests/bench/bench_gpu
+define gpu_program
+$(1): $$(patsubst $(B)/%,$(B)/obj/%.c.o,$(1)) $(B)/libcpu.a $(B)/libkernels.a
+	@mkdir -p $$(@D)
+	$$(SAY) LD $$@
+	$$(Q)$$(CC) $$(LDFLAGS_) -Wl,-rpath,'$$$$ORIGIN/../../lib' -o $$@ $$^ -lcmocka -ldl $$(LIBS_kernels)
+endef
+$(foreach p,$(GPU_PROGRAMS),$(eval $(call gpu_program,$(p))))
 
-.PHONY: check-gpu check-sanitizer bench-gpu bundle
+.PHONY: gpu check-gpu check-sanitizer bench-gpu bundle
 gpu: $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS)
 
 check-gpu: gpu ## the GPU tests

@@ -39,7 +39,7 @@
      TAILS_MAX * (SEGMENTS_MAX + 1) * sizeof(int32_t) +               \
      MODEL_STAGES_MAX * SEGMENTS_MAX * sizeof(uint64_t) + 4 * 256)
 
-enum phase { PHASE_IDLE, PHASE_COMPUTE, PHASE_GUARD, PHASE_FULL };
+enum phase { PHASE_IDLE, PHASE_COMPUTE, PHASE_GUARD, PHASE_FULL, PHASE_DONE };
 
 /* How a part of a result that kernels wrote elsewhere comes to its place. */
 enum way { WAY_DIRECT, WAY_ENGINE, WAY_CPU };
@@ -693,6 +693,8 @@ int slot_start(struct slot *slot, struct plan *plan, struct batch *batch, struct
         cudaStreamSynchronize(slot->stream); /* what was enqueued must not outlive the batch */
         slot->phase = PHASE_IDLE;
     }
+    if (r == 0)
+        slot->phase = PHASE_DONE; /* no job that can run */
     return r < 0 ? r : 0;
 }
 
@@ -732,11 +734,13 @@ int slot_poll(struct slot *slot, struct report *report)
     int r = 0;
 
     if (slot->phase == PHASE_IDLE)
+        return 0;
+    if (slot->phase == PHASE_DONE) {
+        slot->phase = PHASE_IDLE;
         return 1;
-    if (!flag_is_up(slot)) {
-        r = ask_stream(slot, report);
-        return r;
     }
+    if (!flag_is_up(slot))
+        return ask_stream(slot, report);
     slot->asked_ns = 0;
     if (slot->phase == PHASE_GUARD)
         r = after_guard(slot, report);
@@ -744,15 +748,12 @@ int slot_poll(struct slot *slot, struct report *report)
         copy_out(slot);
         r = begin_block(slot, report);
     }
-    if (r < 0) {
-        if (r != -ENOTRECOVERABLE)
-            cudaStreamSynchronize(slot->stream);
-        slot->phase = PHASE_IDLE;
-        return r;
-    }
-    if (r == 0)
-        slot->phase = PHASE_IDLE;
-    return r == 0;
+    if (r > 0)
+        return 0;
+    if (r < 0 && r != -ENOTRECOVERABLE)
+        cudaStreamSynchronize(slot->stream);
+    slot->phase = PHASE_IDLE;
+    return r < 0 ? r : 1;
 }
 
 /* Warming up */

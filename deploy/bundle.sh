@@ -1,0 +1,31 @@
+#!/bin/bash
+# bundle.sh: build/fused-bundle.tar.gz, what a GPU host without packages needs: programs, their libraries, GPU tests, golden
+# cases. Not CUDA's own libraries, nor the C library. Unpack, then: tests/gpu/run.sh check (with B=. in the environment).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+B=${B:-build}
+name=fused-bundle limit=$((60 << 20))
+to=$B/$name
+rm -rf "$to"
+mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench" "$to/tests/kernels"
+programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/gpu/test_gpu tests/gpu/test_gpu_golden
+    tests/gpu/test_gpu_random tests/gpu/eval_gpu tests/bench/bench_gpu)
+for p in "${programs[@]}"; do
+    [ ! -e "$B/$p" ] || { cp -L "$B/$p" "$to/$p"; strip --strip-debug "$to/$p"; }
+done
+cp tests/gpu/run.sh tests/gpu/torch_check.py "$to/tests/gpu/"
+cp tests/bench/torch_gpu.py "$to/tests/bench/"
+cp -r tests/golden "$to/tests/"
+cp -r config "$to/"
+
+# Libraries that the programs ask for and that a bare host may lack.
+for p in "${programs[@]}"; do
+    [ ! -e "$to/$p" ] || ldd "$to/$p"
+done | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
+    grep -vE '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libcuda|libcublas[^/]*|libcudnn[^/]*|libcudart|libnvidia[^/]*)\.so' |
+    xargs -r -I{} cp -L {} "$to/lib/"
+
+tar -C "$B" -czf "$B/$name.tar.gz" "$name"
+size=$(stat -c %s "$B/$name.tar.gz")
+echo "$B/$name.tar.gz: $((size >> 20)) MiB, $(find "$to/lib" -type f | wc -l) libraries"
+[ "$size" -le "$limit" ] || { echo "bundle.sh: larger than 60 MiB" >&2; exit 1; }

@@ -1,0 +1,245 @@
+/*
+ * bench_gpu [TORCH] [JSON]: how long the GPU backend takes, a line per model and number of rows.
+ *
+ * "alone" is the median over batches that run one at a time, from start() to the poll() that sees
+ * the end, launches included; "spread" is half the distance from the 10th to the 90th percentile;
+ * "busy" is the time per batch with every slot kept full. Data lies in device memory, or in pinned
+ * host pages where the name says "host". Inputs rotate beyond the L2 cache. The floor is the larger
+ * of the bytes over 4.8 TB/s and the tensor core operations over 989 TFLOP/s (fp32 is three
+ * products); for "host", the bytes of the longer way over 55 GB/s. TORCH is torch_gpu.py's output
+ * of the same run; the last columns are how many times as long PyTorch takes.
+ */
+#include "tests/gpu/models.h"
+
+#define ROUNDS_MAX 300
+#define INPUTS     4
+
+enum { K = 8192, C = 8192 };
+
+struct line {
+    const char *name, *torch; /* whose lines of torch_gpu.py it stands beside */
+    bool host, train;
+    int products; /* per multiplication; 0: counted by bytes alone */
+    double rate;  /* of the products, operations a second */
+};
+
+static struct fixture fixture;
+static FILE *json, *torch_file;
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static void find_torch(const char *name, uint32_t rows, double *ret_eager, double *ret_compiled)
+{
+    char line[200], found[32];
+    unsigned n;
+
+    *ret_eager = *ret_compiled = 0;
+    if (!torch_file || !name)
+        return;
+    rewind(torch_file);
+    while (fgets(line, sizeof(line), torch_file)) {
+        double eager, compiled;
+
+        if (sscanf(line, "%31s %u %lf %lf", found, &n, &eager, &compiled) == 4 && n == rows &&
+            strcmp(found, name) == 0) {
+            *ret_eager = eager;
+            *ret_compiled = compiled;
+        }
+    }
+}
+
+static double floor_of(const struct line *line, const struct pipeline *pipeline, uint32_t rows,
+                       uint64_t resident)
+{
+    double in = (double)rows * (double)shape_elements(&pipeline->in);
+    double out = (double)rows * (double)shape_elements(&pipeline->out);
+    double esize = (double)dtype_size(pipeline->dtype), most, time;
+
+    if (line->host)
+        return fmax(in, out) * esize / 55e9;
+    time = ((in + out) * esize + (double)resident) / 4.8e12;
+    most = line->products ? line->products * 2.0 * rows * K * C / line->rate : 0;
+    return fmax(time, most);
+}
+
+static void report_line(const struct line *line, const struct pipeline *pipeline, uint32_t rows,
+                        uint64_t resident, double *times, int n, double busy)
+{
+    double median, spread, least, eager, compiled, work;
+
+    qsort(times, (size_t)n, sizeof(*times), by_value);
+    median = times[n / 2];
+    spread = (times[n * 9 / 10] - times[n / 10]) / 2;
+    least = floor_of(line, pipeline, rows, resident);
+    find_torch(line->torch, rows, &eager, &compiled);
+    work = line->products
+               ? 2.0 * rows * K * C / median * 1e-12
+               : (double)rows *
+                     (double)(shape_elements(&pipeline->in) + shape_elements(&pipeline->out)) * 4 /
+                     median * 1e-9;
+    printf("%-14s %5u %9.1f %7.1f %9.1f %8.0f %-7s %5.2f", line->name, rows, median * 1e6,
+           spread * 1e6, busy * 1e6, work, line->products ? "TFLOP/s" : "GB/s", least / median);
+    if (eager > 0)
+        printf(" %7.2f", eager / (median * 1e6));
+    if (compiled > 0)
+        printf(" %7.2f", compiled / (median * 1e6));
+    printf("\n");
+    fflush(stdout);
+    if (json)
+        fprintf(json,
+                "{\"model\": \"%s\", \"rows\": %u, \"alone_us\": %.1f, \"spread_us\": %.1f, "
+                "\"busy_us\": %.1f, \"floor_us\": %.1f, \"torch_eager_us\": %.1f, "
+                "\"torch_compile_us\": %.1f}\n",
+                line->name, rows, median * 1e6, spread * 1e6, busy * 1e6, least * 1e6, eager,
+                compiled);
+}
+
+static double run_busy(const struct device *device, struct plan *plan, const struct job *inputs,
+                       unsigned slots, int n)
+{
+    struct job jobs[BACKEND_SLOTS_MAX];
+    struct batch batches[BACKEND_SLOTS_MAX];
+    bool running[BACKEND_SLOTS_MAX] = {false};
+    int started = 0, ended = 0;
+    double began = device_now();
+
+    while (ended < n)
+        for (unsigned s = 0; s < slots; s++) {
+            if (running[s]) {
+                int r = device->ops->poll(device->backend, s);
+
+                assert_true(r >= 0);
+                running[s] = r == 0;
+                ended += r;
+            }
+            if (!running[s] && started < n) {
+                jobs[s] = inputs[started++ % INPUTS];
+                batches[s] = (struct batch){plan, &jobs[s], 1, jobs[s].rows};
+                assert_int_equal(device->ops->start(device->backend, s, &batches[s]), 0);
+                running[s] = true;
+            }
+        }
+    return (device_now() - began) / n;
+}
+
+static void fill(void *to, bool on_device, const struct pipeline *pipeline, uint32_t rows,
+                 uint64_t seed)
+{
+    size_t n = rows * (size_t)shape_elements(&pipeline->in), size = n * dtype_size(pipeline->dtype);
+    float *values = malloc(n * sizeof(*values));
+    void *raw = malloc(size);
+
+    assert_non_null(values);
+    assert_non_null(raw);
+    models_input(values, n, seed, 0);
+    tensor_from_float(pipeline->dtype, values, raw, n);
+    if (on_device)
+        device_copy(to, raw, size);
+    else
+        memcpy(to, raw, size);
+    free(values);
+    free(raw);
+}
+
+static void measure(const struct line *line, const struct pipeline *pipeline, struct plan *plan,
+                    uint32_t rows)
+{
+    const struct device *device = device_get();
+    size_t esize = dtype_size(pipeline->dtype);
+    size_t x_size = rows * (size_t)shape_elements(&pipeline->in) * esize;
+    size_t y_size = rows * (size_t)shape_elements(&pipeline->out) * esize;
+    struct region x[INPUTS], y[INPUTS];
+    struct job inputs[INPUTS];
+    double times[ROUNDS_MAX], began, all = device_now();
+    struct backend_info info;
+    struct plan_info plan_info;
+    int n = 0;
+
+    device->ops->info(device->backend, &info);
+    device->ops->plan_info(plan, &plan_info);
+    for (int i = 0; i < INPUTS; i++) {
+        x[i] = region_new(device, x_size, !line->host);
+        y[i] = region_new(device, y_size, !line->host);
+        fill(x[i].at, !line->host, pipeline, rows, (uint64_t)i + 1);
+        inputs[i] = (struct job){.x = x[i].at,
+                                 .y = y[i].at,
+                                 .y_size = y_size,
+                                 .x_memory = x[i].memory,
+                                 .y_memory = y[i].memory,
+                                 .rows = rows,
+                                 .train = line->train,
+                                 .seed = (uint64_t)i};
+    }
+    for (int i = -5; i < ROUNDS_MAX && (n < 20 || device_now() - all < 0.7); i++) {
+        struct job job = inputs[(i + 5) % INPUTS];
+
+        began = device_now();
+        device_run(device, plan, &job, 1);
+        assert_int_equal(job.result, 0);
+        if (i >= 0)
+            times[n++] = device_now() - began;
+    }
+    report_line(line, pipeline, rows, plan_info.resident_bytes, times, n,
+                run_busy(device, plan, inputs, info.slots, n));
+    for (int i = 0; i < INPUTS; i++) {
+        region_free(device, &x[i]);
+        region_free(device, &y[i]);
+    }
+}
+
+static void bench(const struct line *line, struct pipeline *pipeline, const uint32_t *rows,
+                  uint32_t max_rows)
+{
+    struct plan *plan = device_load(device_get(), pipeline, max_rows);
+    struct line host = *line;
+    char name[32];
+
+    for (; *rows; rows++) {
+        measure(line, pipeline, plan, *rows);
+        if (line->torch && (*rows == 1 || *rows == max_rows)) {
+            snprintf(name, sizeof(name), "%s host", line->name);
+            host.name = name;
+            host.host = true;
+            host.torch = NULL;
+            measure(&host, pipeline, plan, *rows);
+        }
+    }
+    device_get()->ops->unload(device_get()->backend, plan);
+    pipeline_free(pipeline);
+}
+
+int main(int argc, char **argv)
+{
+    static const uint32_t a_rows[] = {1, 16, 64, 256, 1024, 4096, 0}, few[] = {1, 1024, 0};
+    static const uint32_t b_rows[] = {1, 8, 32, 128, 0};
+    struct backend_info info;
+
+    torch_file = argc > 1 ? fopen(argv[1], "r") : NULL;
+    json = argc > 2 ? fopen(argv[2], "w") : NULL;
+    device_get()->ops->info(device_get()->backend, &info);
+    printf("%s, driver %s, %s\n", info.device, info.driver, info.runtime);
+    printf("%-14s %5s %9s %7s %9s %8s %-7s %5s %7s %7s\n", "model", "rows", "alone us", "spread",
+           "busy us", "rate", "", "floor", "eager", "compile");
+    fixture_make(&fixture);
+    bench(&(struct line){"a-fp32", "a-fp32", .products = 3, .rate = 989e12},
+          models_a(&fixture, "float32", "fp32", K, C, 512), a_rows, 1024);
+    bench(&(struct line){"a-tf32", "a-tf32", .products = 1, .rate = 989e12},
+          models_a(&fixture, "float32", "tf32", K, C, 512), few, 1024);
+    bench(&(struct line){"a-bf16", "a-bf16", .products = 1, .rate = 989e12},
+          models_a(&fixture, "bfloat16", "fp32", K, C, 512), few, 1024);
+    bench(&(struct line){"b-train", "b-train", .train = true},
+          models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows, 128);
+    bench(&(struct line){.name = "b-eval"}, models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows,
+          128);
+    bench(&(struct line){.name = "b-full", .torch = "b-full"},
+          models_b(&fixture, true, 16, 64, 64, "0.5"), b_rows, 128);
+    fixture_remove(&fixture);
+    if (torch_file)
+        fclose(torch_file);
+    return json && fclose(json) != 0;
+}
