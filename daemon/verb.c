@@ -148,14 +148,17 @@ static void on_buffer_made(struct buffer *buffer, void *context)
         buffer_unref(buffer);
         return;
     }
+    /* Sending may find the client gone, which drops its buffers. */
+    buffer_ref(buffer);
     if (request_answer_buffer(request, buffer->handle, buffer->size,
                               request->verb == VERB_BUFFER_CREATE ? buffer->shm.fd : -1)) {
         /* The pages are mapped, and the client has its own descriptor. */
         buffer->shm.fd = close_fd(buffer->shm.fd);
-        return;
+    } else {
+        request_fail(request, ERR_BUSY, "too many descriptors are on their way");
+        buffer_table_remove(&conn->buffers, buffer->handle);
     }
-    request_fail(request, ERR_BUSY, "too many descriptors are on their way");
-    buffer_table_remove(&conn->buffers, buffer->handle);
+    buffer_unref(buffer);
 }
 
 static void make_buffer(struct conn *conn, const struct proto_request *message, uint64_t size,
