@@ -88,7 +88,8 @@ struct reader {
 
 static bool same_str(const msgpack_object *a, const char *s, uint32_t n)
 {
-    return a->via.str.size == n && memcmp(a->via.str.ptr, s, n) == 0;
+    /* An empty string of msgpack-c has no pointer. */
+    return a->via.str.size == n && (n == 0 || memcmp(a->via.str.ptr, s, n) == 0);
 }
 
 static void reader_fail(struct reader *reader, const char *reason)
@@ -186,7 +187,8 @@ static struct proto_str take_str(struct reader *reader, enum key key)
 {
     const msgpack_object *o = take(reader, key, MSGPACK_OBJECT_STR);
 
-    return o ? (struct proto_str){o->via.str.ptr, o->via.str.size} : (struct proto_str){"", 0};
+    return o && o->via.str.size > 0 ? (struct proto_str){o->via.str.ptr, o->via.str.size}
+                                    : (struct proto_str){"", 0};
 }
 
 static struct proto_str take_name(struct reader *reader, enum key key)
@@ -195,16 +197,16 @@ static struct proto_str take_name(struct reader *reader, enum key key)
 
     if (!reader->reason && !proto_name_valid(s.s, s.n))
         reader_fail(reader, keys[key].wrong);
-    return reader->reason ? (struct proto_str){0} : s;
+    return reader->reason ? (struct proto_str){"", 0} : s;
 }
 
 /* Absent and empty are the same. */
 static struct proto_str take_name_or_none(struct reader *reader, enum key key)
 {
     if (!has(reader, key))
-        return (struct proto_str){0};
+        return (struct proto_str){"", 0};
     if (reader->values[key]->type == MSGPACK_OBJECT_STR && reader->values[key]->via.str.size == 0)
-        return (struct proto_str){0};
+        return (struct proto_str){"", 0};
     return take_name(reader, key);
 }
 
@@ -272,7 +274,7 @@ static void take_tensor(struct reader *outer, enum key key, struct proto_tensor 
         if (o && o->via.bin.size > PROTO_INLINE_MAX)
             reader_fail(&reader, keys[KEY_BYTES].wrong);
         if (o) {
-            tensor.bytes = (const uint8_t *)o->via.bin.ptr;
+            tensor.bytes = (const uint8_t *)(o->via.bin.size > 0 ? o->via.bin.ptr : "");
             tensor.n_bytes = o->via.bin.size;
         }
     } else {

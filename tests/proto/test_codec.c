@@ -541,6 +541,8 @@ static void test_message_shape(void **state)
     expect_reason("{\"id\": 1, \"verb\": \"ping\", 1: 2}", "a key is not a string");
     expect_reason("{\"id\": 1, \"verb\": \"ping\", \"x\": 1, \"y\": 1, \"x\": 2}",
                   "an unknown key comes twice");
+    expect_reason("{\"\": 1, \"id\": 1, \"verb\": \"ping\", \"\": 2}",
+                  "an unknown key comes twice");
     for (unsigned k = 0; k < 63; k++) {
         size_t n = strlen(text);
 
