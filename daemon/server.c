@@ -301,6 +301,8 @@ static void apply_limits(struct server *server)
         config->total_buffer_bytes ? config->total_buffer_bytes : half_of_memory();
 }
 
+static void reload(struct server *server);
+
 static void on_reloaded(struct registry_job *job, void *context)
 {
     struct server *server = context;
@@ -308,8 +310,11 @@ static void on_reloaded(struct registry_job *job, void *context)
     server->reload_running = false;
     server_changed(server, job);
     log_info("server.reloaded", job->result < 0 ? "nothing changed" : "models are up to date");
-    if (server->state == SERVER_READY)
-        say_ready(server, false);
+    if (server->state != SERVER_READY)
+        return;
+    say_ready(server, false);
+    if (server->reload_again)
+        reload(server);
 }
 
 static void reload(struct server *server)
@@ -318,7 +323,11 @@ static void reload(struct server *server)
     struct config next;
     int r;
 
-    if (server->state != SERVER_READY || server->reload_running)
+    if (server->state != SERVER_READY)
+        return;
+    /* What changed after the running one looked would be missed. */
+    server->reload_again = server->reload_running;
+    if (server->reload_running)
         return;
     service_reloading();
     r = server_configure(&server->options, &next, &report);

@@ -410,14 +410,57 @@ static void refuses_what_does_not_fit(void **state)
     daemon_stop(&small);
 }
 
+/* W-16, in small: every tenth file is bad, and every answer is of the last good one. */
+static void reloads_often_under_traffic(void **state)
+{
+    static struct client admin;
+    struct proto_reply reply;
+    float good = 1;
+
+    (void)state;
+    client_start(&c, &d);
+    client_start(&admin, &d);
+    add_clamp(&d, "clamp", "clamp", "1");
+    call(&reply, VERB_MODEL_LOAD, "clamp");
+    assert_ok(&reply);
+    for (int i = 2; i < 80; i++) {
+        struct proto_request request = {.verb = VERB_MODEL_RELOAD, .model.name = str("clamp")};
+        char max[20];
+
+        snprintf(max, sizeof(max), i % 10 == 0 ? "x" : "%.9g", 1.0 + i / 64.0);
+        add_clamp(&d, "clamp", "clamp", max);
+        client_send(&admin, &request, -1);
+        while (!client_readable(&admin, 0)) {
+            float got = clamp_of_five();
+
+            assert_true(got == good || got == 1.0f + (float)i / 64.0f);
+        }
+        assert_true(client_recv(&admin, &reply, NULL));
+        if (i % 10 == 0) {
+            assert_error(&reply, ERR_BAD_MODEL);
+        } else {
+            assert_ok(&reply);
+            good = 1.0f + (float)i / 64.0f;
+        }
+        assert_true(clamp_of_five() == good);
+    }
+    remove_model(&d, "clamp");
+    call(&reply, VERB_MODEL_UNLOAD, "clamp");
+    assert_ok(&reply);
+    client_close(&admin);
+    client_close(&c);
+    assert_healthy(&d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(describes_itself),      cmocka_unit_test(counts),
-        cmocka_unit_test(swaps_and_unloads),     cmocka_unit_test(reloads_the_folder),
-        cmocka_unit_test(reloads_on_sighup),     cmocka_unit_test(opens_nothing_outside),
-        cmocka_unit_test(pages_its_list),        cmocka_unit_test(swaps_under_load),
-        cmocka_unit_test(serves_while_it_loads), cmocka_unit_test(refuses_what_does_not_fit),
+        cmocka_unit_test(describes_itself),          cmocka_unit_test(counts),
+        cmocka_unit_test(swaps_and_unloads),         cmocka_unit_test(reloads_the_folder),
+        cmocka_unit_test(reloads_on_sighup),         cmocka_unit_test(reloads_often_under_traffic),
+        cmocka_unit_test(opens_nothing_outside),     cmocka_unit_test(pages_its_list),
+        cmocka_unit_test(swaps_under_load),          cmocka_unit_test(serves_while_it_loads),
+        cmocka_unit_test(refuses_what_does_not_fit),
     };
 
     return cmocka_run_group_tests(tests, start, stop);

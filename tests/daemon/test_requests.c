@@ -44,7 +44,7 @@ static void answers_inline(void **state)
     client_close(&c);
 }
 
-static struct proto_request infer_a_in(uint32_t buffer, uint64_t in, uint64_t out)
+HELPER struct proto_request infer_a_in(uint32_t buffer, uint64_t in, uint64_t out)
 {
     struct proto_request request = infer_a(NULL);
 
@@ -719,6 +719,59 @@ static void survives_lost_clients(void **state)
     daemon_stop(&slow);
 }
 
+/* S-20: nothing orders two requests in flight, so neither may write what the other uses. */
+static void refuses_overlaps_in_flight(void **state)
+{
+    enum { OUT = 4096, FREE = OUT + A_OUT_BYTES };
+    const struct {
+        uint64_t in, out;
+        enum proto_error error;
+    } rows[] = {
+        {0, OUT, ERR_BAD_BUFFER},               /* the same output */
+        {0, FREE - 4, ERR_BAD_BUFFER},          /* one element of it */
+        {OUT, FREE, ERR_BAD_BUFFER},            /* reads what is being written */
+        {FREE, A_IN_BYTES - 4, ERR_BAD_BUFFER}, /* writes what is being read */
+        {0, FREE, ERR_NONE},                    /* reads the same input */
+    };
+    struct proto_request request;
+    struct proto_reply reply;
+    struct daemon slow;
+    uint64_t first;
+    uint32_t handle;
+    struct shm shm;
+
+    (void)state;
+    daemon_start(&slow, "delay_ms=200", NULL);
+    client_start(&c, &slow);
+    handle = client_buffer(&c, 4 * 4096, &shm);
+    request = infer_a_in(handle, 0, OUT);
+    first = client_send(&c, &request, -1);
+    for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
+        uint64_t id;
+
+        request = infer_a_in(handle, rows[i].in, rows[i].out);
+        id = client_send(&c, &request, -1);
+        if (rows[i].error == ERR_NONE)
+            break;
+        assert_true(client_recv(&c, &reply, NULL));
+        assert_int_equal(reply.id, id);
+        assert_error(&reply, rows[i].error);
+    }
+    assert_true(client_recv(&c, &reply, NULL));
+    assert_int_equal(reply.id, first);
+    assert_ok(&reply);
+    assert_true(client_recv(&c, &reply, NULL));
+    assert_ok(&reply);
+    /* answered: the ranges are free again */
+    request = infer_a_in(handle, 0, OUT);
+    client_call(&c, &request, -1, &reply, NULL);
+    assert_ok(&reply);
+    shm_deinit(&shm);
+    client_close(&c);
+    assert_healthy(&slow);
+    daemon_stop(&slow);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -739,6 +792,7 @@ int main(void)
         cmocka_unit_test(keeps_limits),
         cmocka_unit_test(bounds_the_queue),
         cmocka_unit_test(survives_lost_clients),
+        cmocka_unit_test(refuses_overlaps_in_flight),
     };
 
     return cmocka_run_group_tests(tests, start, stop);
