@@ -14,7 +14,7 @@ arrows() { # FOLDER ALLOWED-REGEX [FILE-REGEX-EXEMPT ALLOWED]
 }
 out=$(
     arrows proto 'proto/|[a-z_]+\.h"'
-    arrows kernels 'kernels/|[a-z_]+\.(h|cuh)"'
+    arrows kernels 'kernels/|[a-z0-9_]+\.(h|cuh)"'
     arrows daemon 'proto/|kernels/[a-z]+\.h"|daemon/|[a-z_]+\.h"'
     arrows client 'proto/|client/|[a-z_]+\.h"' | grep -vE 'client/(offline|tensorfile|npy)\.[ch]:[0-9]+:#include "kernels/(model|pipeline|safetensors|conf|tensor|report)\.h"'
 )

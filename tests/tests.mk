@@ -71,3 +71,13 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
 .PHONY: demo demo-now check check-now tests asan tsan lint
+
+$(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_TEST) $(LIBS_kernels)
+
+bench-cpu: $(B)/tests/bench/bench_cpu ## benchmark of the CPU backend, beside PyTorch where PYTHON has it
+	$(Q)$(B)/tests/bench/bench_cpu $(B)/bench-cpu.json
+
+.PHONY: bench-cpu

@@ -27,7 +27,7 @@
 
 #define SLICE     128
 #define VECTOR    16
-#define ITEM_ROWS (2 * LINEAR_ROWS_MAX)
+#define ITEM_ROWS (INT64_C(2) * LINEAR_ROWS_MAX)
 #define N_SIZES   5
 
 static const int64_t sizes[N_SIZES] = {LINEAR_ROWS_MAX, 24, 12, 4, 1};
@@ -294,17 +294,19 @@ static int choose_sizes(struct linear *linear, struct report *report)
     size_t x_size = LINEAR_ROWS_MAX * (size_t)linear->k * sizeof(float), y_size;
     dnnl_stream_t stream = NULL;
     float *x, *y;
-    int r = 0;
+    int r;
 
     y_size = LINEAR_ROWS_MAX * (size_t)(linear->n + SLICE) * sizeof(float);
     x = pages_alloc(x_size);
     y = pages_alloc(y_size);
-    if (!x || !y)
-        r = report_set(report, -ENOMEM, "out of memory");
-    if (r == 0)
-        r = onednn_result(
-            dnnl_stream_create(&stream, linear->onednn->engine, dnnl_stream_default_flags),
-            "stream", report);
+    if (!x || !y) {
+        pages_free(x, x_size);
+        pages_free(y, y_size);
+        return report_set(report, -ENOMEM, "out of memory");
+    }
+    r = onednn_result(
+        dnnl_stream_create(&stream, linear->onednn->engine, dnnl_stream_default_flags), "stream",
+        report);
     if (r == 0) {
         fill_any(x, (size_t)linear->k, 1);
         for (int64_t i = 1; i < LINEAR_ROWS_MAX; i++)

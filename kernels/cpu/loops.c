@@ -22,7 +22,6 @@
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 
 typedef float float4 __attribute__((vector_size(16)));
-typedef int32_t int4 __attribute__((vector_size(16)));
 typedef float float8 __attribute__((vector_size(32)));
 typedef double double8 __attribute__((vector_size(64)));
 
@@ -271,14 +270,14 @@ CLONES void loops_unblock(const float *x, size_t n, size_t block, float *y, size
             memcpy(&r1, at + block, 16);
             memcpy(&r2, at + 2 * block, 16);
             memcpy(&r3, at + 3 * block, 16);
-            low01 = __builtin_shuffle(r0, r1, (int4){0, 4, 1, 5});
-            high01 = __builtin_shuffle(r0, r1, (int4){2, 6, 3, 7});
-            low23 = __builtin_shuffle(r2, r3, (int4){0, 4, 1, 5});
-            high23 = __builtin_shuffle(r2, r3, (int4){2, 6, 3, 7});
-            r0 = __builtin_shuffle(low01, low23, (int4){0, 1, 4, 5});
-            r1 = __builtin_shuffle(low01, low23, (int4){2, 3, 6, 7});
-            r2 = __builtin_shuffle(high01, high23, (int4){0, 1, 4, 5});
-            r3 = __builtin_shuffle(high01, high23, (int4){2, 3, 6, 7});
+            low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5);
+            high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
+            low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5);
+            high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+            r0 = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
+            r1 = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
+            r2 = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
+            r3 = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
             memcpy(to, &r0, 16);
             memcpy(to + ld, &r1, 16);
             memcpy(to + 2 * ld, &r2, 16);

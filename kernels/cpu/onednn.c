@@ -7,12 +7,15 @@
  * plan is made, so that a request need not find memory for them.
  */
 #include <errno.h>
-#include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "onednn.h"
+
+/* Of OpenMP's library. Its header belongs to one compiler, and other tools do not find it. */
+int omp_get_max_threads(void);
+void omp_set_num_threads(int threads);
 
 int onednn_result(dnnl_status_t status, const char *what, struct report *report)
 {

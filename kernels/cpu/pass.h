@@ -15,10 +15,11 @@
 #include "loops.h"
 #include "pointwise.h"
 
-#define PASS_TILE       4096 /* elements of a tile: a third of a first level cache */
-#define PASS_TILE_ROWS  1024 /* of a tile of interleaved channels: places, so many for each */
-#define PASS_TILE_LD    (PASS_TILE_ROWS + 16) /* apart, because of 4 KiB they would collide */
-#define PASS_TILE_SPACE (LOOPS_BLOCK_MAX * PASS_TILE_LD) /* floats that a worker brings */
+#define PASS_TILE      4096 /* elements of a tile: a third of a first level cache */
+#define PASS_TILE_ROWS 1024 /* of a tile of interleaved channels: places, so many for each */
+#define PASS_TILE_LD   (PASS_TILE_ROWS + 16) /* apart, because of 4 KiB they would collide */
+#define PASS_TILE_SPACE \
+    (INT64_C(1) * LOOPS_BLOCK_MAX * PASS_TILE_LD) /* floats that a worker brings */
 
 enum pass_round {
     ROUND_SUMS,    /* statistics of a blocked row */

@@ -39,7 +39,8 @@ struct builder {
     struct phase *phase;
     struct step *open; /* the pass that stages may join */
     size_t block;      /* of the convolution that no pass has read yet; 0: none */
-    const struct stage *norms[PLAN_STEPS_MAX], *op_stages[MODEL_STAGES_MAX], *outer_stage;
+    /* Stages with parameters: of a step, of an operation, of the outer sum; NULL: none. */
+    const struct stage *norms[PLAN_STEPS_MAX], *adds[MODEL_STAGES_MAX], *outer;
 };
 
 static size_t round_up(size_t n, size_t to)
@@ -162,7 +163,7 @@ static struct pointwise *add_op(struct builder *builder, const struct stage *sta
     struct plan *plan = builder->plan;
     struct pointwise *op = &plan->ops[plan->n_ops];
 
-    builder->op_stages[plan->n_ops++] = stage;
+    builder->adds[plan->n_ops++] = stage->op == OP_ADD ? stage : NULL;
     op->op = stage->op;
     return op;
 }
@@ -183,7 +184,7 @@ static void build_outer(struct builder *builder, const struct stage *stage)
         *(i < stage->out.batch ? &plan->outer.outer : &plan->outer.inner) *= stage->out.dims[i];
     broadcast_init(&plan->outer.x_map, &stage->out, in.dims);
     broadcast_init(&plan->outer.tensor_map, &stage->out, stage->add.tensor.dims);
-    builder->outer_stage = stage;
+    builder->outer = stage;
     plan->resident_bytes += (uint64_t)stage->weight.elements * sizeof(float);
 }
 
@@ -425,14 +426,14 @@ static int load_weights(struct builder *builder)
             r = load_param(builder, &norm->bias, step->pass.channels, 0, &step->pass.beta);
     }
     for (int i = 0; i < plan->n_ops && r == 0; i++) {
-        const struct param *tensor = &builder->op_stages[i]->weight;
+        const struct stage *add = builder->adds[i];
 
-        if (plan->ops[i].op == OP_ADD)
-            r = load_param(builder, tensor, tensor->elements, 0, &plan->ops[i].tensor);
+        if (add)
+            r = load_param(builder, &add->weight, add->weight.elements, 0, &plan->ops[i].tensor);
     }
-    if (plan->moves && r == 0)
-        r = load_param(builder, &builder->outer_stage->weight,
-                       builder->outer_stage->weight.elements, 0, &plan->outer.tensor);
+    if (builder->outer && r == 0)
+        r = load_param(builder, &builder->outer->weight, builder->outer->weight.elements, 0,
+                       &plan->outer.tensor);
     return r;
 }
 
@@ -504,55 +505,56 @@ static void describe(struct plan *plan, const struct shape *out)
     print(plan, &n, "blocks of %" PRIu32 " rows, %u workers", plan->block_rows, plan->n_slots);
 }
 
-static void set_proof(struct plan *plan, const struct proof *proof)
+static struct plan *new_plan(const struct pipeline *pipeline, unsigned workers)
 {
-    plan->constant = proof->constant;
-    plan->value = proof->value;
-    plan->bound = proof->bound;
-    plan->nonfinite_spreads = proof->nonfinite_spreads;
+    struct plan *plan;
+
+    plan = calloc(1, sizeof(*plan));
+    if (!plan)
+        return NULL;
+    plan->slots = calloc(workers, sizeof(struct slot));
+    if (!plan->slots)
+        return plan_free(plan);
+    plan->dtype = pipeline->dtype;
+    plan->in_elements = shape_elements(&pipeline->in);
+    plan->out_elements = shape_elements(&pipeline->out);
+    plan->masks = pipeline_masks(pipeline);
+    plan->compact_sums = pipeline->outer_sum;
+    plan->n_slots = workers;
+    plan->constant = pipeline->proof.constant;
+    plan->value = pipeline->proof.value;
+    plan->bound = pipeline->proof.bound;
+    plan->nonfinite_spreads = pipeline->proof.nonfinite_spreads;
+    return plan;
 }
 
 int plan_new(const struct onednn *onednn, unsigned workers, const struct pipeline *pipeline,
              uint32_t max_rows, struct plan **ret, struct report *report)
 {
-    struct builder *builder;
+    struct builder builder = {
+        .onednn = onednn, .pipeline = pipeline, .workers = workers, .report = report};
     struct plan *plan;
-    int r = 0;
+    int r;
 
-    builder = calloc(1, sizeof(*builder));
-    plan = calloc(1, sizeof(*plan));
-    if (plan)
-        plan->slots = calloc(workers, sizeof(struct slot));
-    if (!builder || !plan || !plan->slots)
-        r = report_set(report, -ENOMEM, "out of memory");
-    if (r == 0) {
-        *builder = (struct builder){.plan = plan,
-                                    .onednn = onednn,
-                                    .pipeline = pipeline,
-                                    .workers = workers,
-                                    .report = report};
-        plan->dtype = pipeline->dtype;
-        plan->in_elements = shape_elements(&pipeline->in);
-        plan->out_elements = shape_elements(&pipeline->out);
-        plan->masks = pipeline_masks(pipeline);
-        plan->compact_sums = pipeline->outer_sum;
-        plan->n_slots = workers;
-        set_proof(plan, &pipeline->proof);
-        r = build_steps(builder);
-    }
-    if (r == 0) {
-        choose_block_rows(plan, max_rows);
-        r = take_arena(builder);
-    }
-    if (r == 0)
-        r = load_weights(builder);
-    if (r == 0)
-        describe(plan, &pipeline->out);
-    free(builder);
+    builder.plan = plan = new_plan(pipeline, workers);
+    if (!plan)
+        return report_set(report, -ENOMEM, "out of memory");
+    r = build_steps(&builder);
     if (r < 0)
-        plan_free(plan);
-    else
-        *ret = plan;
+        goto fail;
+    choose_block_rows(plan, max_rows);
+    r = take_arena(&builder);
+    if (r < 0)
+        goto fail;
+    r = load_weights(&builder);
+    if (r < 0)
+        goto fail;
+    describe(plan, &pipeline->out);
+    *ret = plan;
+    return 0;
+
+fail:
+    plan_free(plan);
     return r;
 }
 

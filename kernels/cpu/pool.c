@@ -28,21 +28,20 @@
 #define SPINS  2000
 
 struct pool {
-    unsigned n_workers, n_threads; /* threads: those that run, worker 1 first */
-    pthread_t threads[POOL_WORKERS_MAX];
-    void (*init)(void);
-    atomic_uint n_started;
-
     _Alignas(64) _Atomic uint64_t ticket;
-    _Alignas(64) _Atomic size_t n_done;
-    _Alignas(64) _Atomic size_t n_items;
+    _Atomic size_t n_items;
     _Atomic pool_fn fn;
     void *_Atomic context;
 
+    _Alignas(64) _Atomic size_t n_done;
     atomic_bool stop;
-    atomic_uint n_sleepers;
+    atomic_uint n_started, n_sleepers;
     pthread_mutex_t lock;
     pthread_cond_t wake;
+
+    void (*init)(void);
+    unsigned n_workers, n_threads; /* threads: those that run, worker 1 first */
+    pthread_t threads[POOL_WORKERS_MAX];
 };
 
 static void pause_briefly(void)

@@ -4,7 +4,8 @@
  *     bench_cpu [FILE]      a table; with FILE, the same as JSON
  *
  * Times one batch in process: from x to y in plain memory, no daemon, no socket. Runs of the two
- * alternate, so that what happens to the machine happens to both. The yardstick is
+ * alternate, so that what happens to the machine happens to both; each is run twice in a row and
+ * timed the second time, with the caches its own. The yardstick is
  * tests/bench/torch_cpu.py, run by the interpreter that PYTHON names (default python3); without
  * PyTorch there its columns stay empty. WORKERS sets the threads of both (default: all cores).
  *
@@ -164,12 +165,14 @@ static void measure(const struct bench *bench, const struct chain *chain,
     double a[RUNS], b[RUNS];
 
     job.train = bench->train;
-    for (int i = -2; i < RUNS; i++) {
-        double start = now();
+    for (int i = 0; i < RUNS; i++) {
+        double start;
 
         chain_run(chain, job);
-        a[i < 0 ? 0 : i] = now() - start;
-        b[i < 0 ? 0 : i] = yardstick_run(yardstick, bench);
+        start = now();
+        chain_run(chain, job);
+        a[i] = now() - start;
+        b[i] = yardstick_run(yardstick, bench);
     }
     *ours = figures(a);
     *theirs = figures(b);

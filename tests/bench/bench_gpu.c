@@ -1,5 +1,6 @@
 /*
- * bench_gpu [TORCH] [JSON]: how long the GPU backend takes, a line per model and number of rows.
+ * bench_gpu [TORCH [JSON [MODEL]]]: how long the GPU backend takes, a line per model and number of
+ * rows; only MODEL's where one is named.
  *
  * "alone" is the median over batches that run one at a time, from start() to the poll() that sees
  * the end, launches included; "spread" is half the distance from the 10th to the 90th percentile;
@@ -25,6 +26,7 @@ struct line {
 
 static struct fixture fixture;
 static FILE *json, *torch_file;
+static const char *only;
 
 static int by_value(const void *a, const void *b)
 {
@@ -195,10 +197,15 @@ static void measure(const struct line *line, const struct pipeline *pipeline, st
 static void bench(const struct line *line, struct pipeline *pipeline, const uint32_t *rows,
                   uint32_t max_rows)
 {
-    struct plan *plan = device_load(device_get(), pipeline, max_rows);
     struct line host = *line;
+    struct plan *plan;
     char name[32];
 
+    if (only && strcmp(only, line->name) != 0) {
+        pipeline_free(pipeline);
+        return;
+    }
+    plan = device_load(device_get(), pipeline, max_rows);
     for (; *rows; rows++) {
         measure(line, pipeline, plan, *rows);
         if (line->torch && (*rows == 1 || *rows == max_rows)) {
@@ -221,6 +228,7 @@ int main(int argc, char **argv)
 
     torch_file = argc > 1 ? fopen(argv[1], "r") : NULL;
     json = argc > 2 ? fopen(argv[2], "w") : NULL;
+    only = argc > 3 ? argv[3] : NULL;
     device_get()->ops->info(device_get()->backend, &info);
     printf("%s, driver %s, %s\n", info.device, info.driver, info.runtime);
     printf("%-14s %5s %9s %7s %9s %8s %-7s %5s %7s %7s\n", "model", "rows", "alone us", "spread",
