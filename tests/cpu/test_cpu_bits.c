@@ -192,7 +192,8 @@ static void test_products(void **unused)
     "{ op = \"dropout\"; p = 0.3; }, { op = \"dropout\"; p = 0.2; });"
 #define SAMPLES 9
 
-/* Samples of every kind: small, zero, huge, with a NaN, with an infinity. */
+/* Samples of every kind: small, zero, with a huge number, with a NaN, with an infinity; the last
+ * one huge throughout, so that its sums overflow. */
 static void *kinds_of_samples(const struct pipeline *pipeline, uint64_t *state)
 {
     static const float special[SAMPLES] = {0, 0, NAN, INFINITY, 3e38f, -INFINITY, 1e30f, 0, 0};
@@ -204,6 +205,11 @@ static void *kinds_of_samples(const struct pipeline *pipeline, uint64_t *state)
         if (special[s] != 0)
             tensor_from_float(pipeline->dtype, &special[s],
                               x + (s * n + (size_t)chain_below(state, (int64_t)n)) * unit, 1);
+    for (size_t i = 8 * n; i < 9 * n; i++) {
+        float huge = copysignf(1.6e38f, chain_uniform(state));
+
+        tensor_from_float(pipeline->dtype, &huge, x + i * unit, 1);
+    }
     return x;
 }
 
