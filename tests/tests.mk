@@ -70,7 +70,7 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
-.PHONY: demo demo-now check check-now tests asan tsan lint
+.PHONY: demo demo-now check check-now tests asan tsan lint fuzz fuzz-now
 
 $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
@@ -81,3 +81,22 @@ bench-cpu: $(B)/tests/bench/bench_cpu ## benchmark of the CPU backend, beside Py
 	$(Q)$(B)/tests/bench/bench_cpu $(B)/bench-cpu.json
 
 .PHONY: bench-cpu
+
+# Fuzzing: every target is built by clang with libFuzzer and both sanitizers, starts from its corpus, and may look for
+# SECONDS divided by the number of targets. What it finds in new coverage stays under $(B)/fuzz/found.
+SECONDS ?= 60
+FUZZ_CC := $(firstword $(shell command -v clang-14 clang))
+FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+AR_fuzz := cli daemon fused cpu kernels proto
+
+$(B)/fuzz/fuzz_%: $(B)/obj/tests/fuzz/fuzz_%.c.o $(foreach a,$(AR_fuzz),$(B)/lib$(a).a)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -fsanitize=fuzzer -o $@ $^ $(LIBS_daemon) $(LIBS_cli) $(LIBS_kernels) $(LIBS_proto)
+
+fuzz-now: $(FUZZ:%=$(B)/fuzz/%)
+	$(Q)B=$(B) tests/fuzz.sh $(SECONDS) $(FUZZ)
+
+fuzz: ## SECONDS=60: every reader of outside bytes, and sequences of verbs, under libFuzzer
+	$(Q)$(MAKE) --no-print-directory CUDA=0 B=$(B)/clang CC=$(FUZZ_CC) SANITIZE=address,undefined \
+	    CFLAGS="-fsanitize=fuzzer-no-link '-Dtarget_clones(...)=used' -Wno-unknown-warning-option" OPT="-O1 -g" fuzz-now
