@@ -211,6 +211,20 @@ static void close_silent(struct server *server, uint64_t now_us)
     }
 }
 
+/* Asks for more time on progress only, so that a start or reload that hangs still ends. */
+static void say_progress(struct server *server)
+{
+    const struct registry_job *job =
+        server->registry.is_busy ? TAILQ_FIRST(&server->registry.jobs) : NULL;
+    unsigned n = 0;
+
+    if (job && job->task == TASK_SYNC)
+        n = __atomic_load_n(&job->n_loaded, __ATOMIC_RELAXED);
+    if (n > server->n_loaded_seen)
+        service_extend(EXTEND_US);
+    server->n_loaded_seen = n;
+}
+
 static void on_tick(uv_timer_t *tick)
 {
     struct server *server = tick->data;
@@ -224,13 +238,7 @@ static void on_tick(uv_timer_t *tick)
         service_watchdog();
         server->watchdog_next_us = now_us + server->watchdog_us;
     }
-    if (server->start_job) {
-        unsigned n = __atomic_load_n(&server->start_job->n_loaded, __ATOMIC_RELAXED);
-
-        if (n != server->n_loaded_seen)
-            service_extend(EXTEND_US);
-        server->n_loaded_seen = n;
-    }
+    say_progress(server);
     if (server->accept_paused && server->is_accepting) {
         server->accept_paused = false;
         start_accepting(server);
@@ -268,15 +276,18 @@ void server_changed(struct server *server, const struct registry_job *job)
     }
 }
 
-static void say_ready(const struct server *server, bool log)
+/* `failure`: why the last reload changed nothing, or NULL. */
+static void say_ready(struct server *server, const char *failure)
 {
     char text[STATUS_MAX];
 
-    snprintf(text, sizeof(text), "Serving %u models on %s (%s)%s%s", server->registry.n,
+    snprintf(text, sizeof(text), "Serving %u models on %s (%s)%s%s%s%s", server->registry.n,
              server->info.name, server->info.device,
-             server->device.fallback[0] ? ", not on CUDA: " : "", server->device.fallback);
-    if (log)
+             server->device.fallback[0] ? ", not on CUDA: " : "", server->device.fallback,
+             failure ? "; the last reload changed nothing: " : "", failure ? failure : "");
+    if (!server->said_ready)
         log_info("server.ready", "%s", text);
+    server->said_ready = true;
     service_ready(text);
 }
 
@@ -312,7 +323,7 @@ static void on_reloaded(struct registry_job *job, void *context)
     log_info("server.reloaded", job->result < 0 ? "nothing changed" : "models are up to date");
     if (server->state != SERVER_READY)
         return;
-    say_ready(server, false);
+    say_ready(server, job->result < 0 ? job->report.text : NULL);
     if (server->reload_again)
         reload(server);
 }
@@ -323,11 +334,11 @@ static void reload(struct server *server)
     struct config next;
     int r;
 
-    if (server->state != SERVER_READY)
+    if (server->state != SERVER_READY && server->state != SERVER_STARTING)
         return;
-    /* What changed after the running one looked would be missed. */
-    server->reload_again = server->reload_running;
-    if (server->reload_running)
+    /* What changed after a running one, or the start, looked would be missed. */
+    server->reload_again = server->reload_running || server->state == SERVER_STARTING;
+    if (server->reload_again)
         return;
     service_reloading();
     r = server_configure(&server->options, &next, &report);
@@ -341,7 +352,7 @@ static void reload(struct server *server)
     }
     server->reload_running = r == 0;
     if (r < 0)
-        say_ready(server, false);
+        say_ready(server, report.text[0] ? report.text : strerrordesc_np(-r));
 }
 
 static void on_signal(uv_signal_t *handle, int number)
@@ -410,7 +421,6 @@ static void on_started(struct registry_job *job, void *context)
     gid_t group = (gid_t)-1;
     int r;
 
-    server->start_job = NULL;
     server_changed(server, job);
     r = job->result;
     if (r == 0 && server->config.socket_group[0] &&
@@ -427,7 +437,9 @@ static void on_started(struct registry_job *job, void *context)
         r = start_accepting(server);
     if (r == 0) {
         server->state = SERVER_READY;
-        say_ready(server, true);
+        say_ready(server, NULL);
+        if (server->reload_again)
+            reload(server);
         return;
     }
     if (job->result == 0)
@@ -550,6 +562,7 @@ int server_run(const struct server_options *options)
     TAILQ_INIT(&server->conns);
     uids_init(&server->uids);
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGHUP, SIG_IGN); /* until models load: they are read after it anyway */
     code = server->codec ? prepare(server) : EXIT_CONFIGURATION;
     if (code != EXIT_OK)
         goto end;
@@ -562,7 +575,6 @@ int server_run(const struct server_options *options)
         log_error("server.start", "%s", strerrordesc_np(-r));
         leave(server, EXIT_CONFIGURATION);
     }
-    server->start_job = TAILQ_FIRST(&server->registry.jobs);
     service_status("Loading models");
     uv_run(&server->loop, UV_RUN_DEFAULT);
     uv_loop_close(&server->loop);

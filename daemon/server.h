@@ -59,12 +59,11 @@ struct server {
 
     enum server_state state;
     int exit_code;
-    bool reload_running, reload_again, stopping;
+    bool said_ready, reload_running, reload_again, stopping;
     unsigned n_client_works; /* helper work that a client waits for */
     uint64_t drain_until_us, flush_until_us;
     uint64_t watchdog_us, watchdog_next_us;
     unsigned n_loaded_seen;
-    struct registry_job *start_job; /* while starting */
 
     struct uids uids;
     TAILQ_HEAD(, conn) conns; /* in order of arrival */
