@@ -1,12 +1,13 @@
 # Tests. Programs of tests/<area>/test_*.c see that area's archives only; exit 0 passed, 77 skipped, else failed.
 
 LIBS_TEST := -lcmocka
-TEST_AREAS := proto kernels cpu daemon client
+TEST_AREAS := proto kernels cpu daemon client hostile
 AR_proto   := proto
 AR_kernels := kernels
 AR_cpu     := cpu kernels
 AR_daemon  := daemon cpu kernels proto
 AR_client  := cli fused kernels proto
+AR_hostile := kernels proto
 
 # Fail-the-n-th tests (fault_*.c) are linked with their own allocator and system calls in between.
 WRAP := malloc calloc realloc strdup open openat read pread mmap ftruncate fallocate fcntl memfd_create socket accept4 \
@@ -29,18 +30,29 @@ TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a)))
 .SECONDARY:
 
 
-CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh)
+CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh tests/service/*.sh)
 RUN := B=$(B) tests/run.sh
 
-tests: $(TESTS) $(B)/fake-backend.so ## build the test programs
+tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load stage ## build the test programs
 
 # Tests of the daemon start it, on the scripted backend too.
 $(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so
 $(TESTS_client): | $(B)/fused $(B)/fusectl
+$(TESTS_hostile): | $(B)/fused $(B)/fake-backend.so
 
 $(B)/fake-backend.so: $(call obj,tests/fake_backend.c) $(B)/libcpu.a $(B)/libkernels.a
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ $(LIBS_kernels)
+
+# Tests of the service: traffic for it, and what a package would install.
+$(B)/tests/service/load: $(call obj,tests/service/load.c) $(B)/libfused.a $(B)/libproto.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto) -pthread
+
+stage: all
+	$(Q)rm -rf $(B)/stage
+	$(Q)$(MAKE) --no-print-directory install DESTDIR=$(abspath $(B))/stage PREFIX=/usr
 
 $(B)/tests/demo: $(call obj,tests/demo.c) $(foreach a,$(AR_client),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
@@ -70,7 +82,7 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
-.PHONY: demo demo-now check check-now tests asan tsan lint fuzz fuzz-now
+.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now
 
 $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
 	@mkdir -p $(@D)

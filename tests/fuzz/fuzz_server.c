@@ -46,6 +46,7 @@ struct plan {
 static atomic_bool holds;
 static atomic_int batch_result, job_result;
 static atomic_bool load_fails, pin_fails;
+static atomic_bool device_failed; /* a batch ended with EIO, which is INTERNAL to clients */
 static atomic_long n_plans, n_pins;
 static struct batch *running[BACKEND_SLOTS_MAX];
 
@@ -114,7 +115,10 @@ static int ops_poll(struct backend *backend, unsigned slot)
         memset(job->y, 1, job->y_size);
         job->result = i == 0 ? -atomic_load(&job_result) : 0;
     }
-    return r == 2 ? -EIO : 1;
+    if (r != 2)
+        return 1;
+    atomic_store(&device_failed, true);
+    return -EIO;
 }
 
 static int ops_pin(struct backend *backend, void *data, size_t size, struct memory **ret,
@@ -303,7 +307,7 @@ static bool client_read(struct client *client)
     check(codec_decode_reply(codec, bytes, (size_t)n, &reply, &reason) == 0);
     check((fd >= 0) == (reply.error == ERR_NONE && reply.verb == VERB_BUFFER_CREATE));
     close_fd(fd);
-    check(reply.error != ERR_INTERNAL || atomic_load(&batch_result) == 2);
+    check(reply.error != ERR_INTERNAL || atomic_load(&device_failed));
     owed = &client->owed[!reply.has_id ? OWED_NONE : reply.id < IDS ? reply.id : OWED_ANY];
     /* A connection over the limit is told so before it says anything. */
     check(*owed > 0 || reply.error == ERR_QUOTA);
@@ -568,6 +572,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     atomic_store(&job_result, 0);
     atomic_store(&load_fails, false);
     atomic_store(&pin_fails, false);
+    atomic_store(&device_failed, false);
     for (unsigned i = 0; i < CLIENTS; i++)
         clients[i].fd = -1;
     client_open(&clients[0]);
