@@ -29,30 +29,92 @@ struct direct {
     struct conv_shape shape;
     const float *weights, *bias, *x;
     float *y;
+    bool vectors;    /* lines may be read 16 bytes at a time */
     int32_t window;  /* kernel elements */
     int32_t patch_h; /* input rows under a tile */
     int32_t lines;   /* in_channels kernel[0] patch_h */
     int32_t tiles_h, tiles_w;
 };
 
-/* Inputs under the tile: a warp takes a line at a time. Outside the sample lie zeros. */
-static __device__ void read_patch(const struct direct &p, const float *sample, int64_t d, int64_t h,
-                                  int64_t w, float *patch)
+/* A line of inputs under the tile, and where it goes; NULL: outside the sample, zeros. */
+struct line {
+    const float *from;
+    float *to;
+};
+
+static __device__ __forceinline__ struct line line_of(const struct direct &p, const float *sample,
+                                                      int i, int d, int h, float *patch)
 {
-    int lane = threadIdx.x % WARP;
+    int plane = i / p.patch_h, kernel_d = (int)p.shape.kernel[0], channel = plane / kernel_d;
+    int depth = d + plane - channel * kernel_d, height = h + i - plane * p.patch_h;
+    int in_d = (int)p.shape.in[0], in_h = (int)p.shape.in[1];
+    struct line line = {NULL, patch + i * PITCH};
 
-    for (int line = threadIdx.x / WARP; line < p.lines; line += THREADS / WARP) {
-        int plane = line / p.patch_h, channel = plane / (int)p.shape.kernel[0];
-        int64_t depth = d + plane % (int)p.shape.kernel[0], height = h + line % p.patch_h;
-        bool inside = depth >= 0 && depth < p.shape.in[0] && height >= 0 && height < p.shape.in[1];
-        const float *from =
-            sample + ((channel * p.shape.in[0] + depth) * p.shape.in[1] + height) * p.shape.in[2];
+    if (depth >= 0 && depth < in_d && height >= 0 && height < in_h)
+        line.from = sample + (int64_t)((channel * in_d + depth) * in_h + height) * p.shape.in[2];
+    return line;
+}
 
-        for (int i = lane; i < PITCH; i += WARP) {
-            bool there = inside && w + i >= 0 && w + i < p.shape.in[2];
+/* Inputs under the tile: half a warp takes a line, 16 bytes a thread, where lines begin at whole
+ * 16 bytes; otherwise a warp takes one, number by number. */
+static __device__ void read_patch(const struct direct &p, const float *sample, int d, int h, int w,
+                                  float *patch)
+{
+    int in_w = (int)p.shape.in[2], lane = (int)threadIdx.x;
 
-            __pipeline_memcpy_async(patch + line * PITCH + i, there ? from + w + i : sample,
+    if (p.vectors) {
+        int column = lane % (WARP / 2) * 4;
+
+        for (int i = lane / (WARP / 2); i < p.lines; i += THREADS / (WARP / 2)) {
+            struct line line = line_of(p, sample, i, d, h, patch);
+
+            for (int at = column; at < PITCH; at += TILE_W) {
+                bool there = line.from && w + at < in_w;
+
+                __pipeline_memcpy_async(line.to + at, there ? line.from + w + at : sample,
+                                        4 * sizeof(float), there ? 0 : 4 * sizeof(float));
+            }
+        }
+        return;
+    }
+    for (int i = lane / WARP; i < p.lines; i += THREADS / WARP) {
+        struct line line = line_of(p, sample, i, d, h, patch);
+
+        for (int at = lane % WARP; at < PITCH; at += WARP) {
+            bool there = line.from && w + at >= 0 && w + at < in_w;
+
+            __pipeline_memcpy_async(line.to + at, there ? line.from + w + at : sample,
                                     sizeof(float), there ? 0 : sizeof(float));
+        }
+    }
+}
+
+/* Rows of an odd width begin at any 4 bytes, others at whole 8. */
+static __device__ __forceinline__ void write_sums(const struct direct &p,
+                                                  const float (&sum)[OUTS][COLUMNS], int64_t row,
+                                                  int d, int h, int w)
+{
+    int outs = (int)p.shape.out_channels, out_w = (int)p.shape.out[2];
+    int64_t plane = p.shape.out[0] * p.shape.out[1] * out_w;
+    float *to = p.y + (row * outs + blockIdx.y * OUTS) * plane +
+                ((int64_t)d * p.shape.out[1] + h) * out_w + w;
+
+#pragma unroll
+    for (int o = 0; o < OUTS; o++, to += plane) {
+        if ((int)blockIdx.y * OUTS + o >= outs)
+            break;
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k += 2) {
+            int at = k / 4 * 32 + k % 4;
+
+            if (out_w % 2 == 0 && w + at < out_w) {
+                *(float2 *)(to + at) = make_float2(sum[o][k], sum[o][k + 1]);
+            } else {
+                if (w + at < out_w)
+                    to[at] = sum[o][k];
+                if (w + at + 1 < out_w)
+                    to[at + 1] = sum[o][k + 1];
+            }
         }
     }
 }
@@ -64,16 +126,18 @@ static __global__ void __launch_bounds__(THREADS, 3)
     extern __shared__ __align__(16) float shared[];
     float *weights = shared, *patch = shared + p.window * (int)p.shape.in_channels * OUTS;
     int tile = (int)(blockIdx.x % (unsigned)(p.tiles_h * p.tiles_w));
-    int64_t slice = blockIdx.x / (unsigned)(p.tiles_h * p.tiles_w);
-    int64_t d = slice % p.shape.out[0], row = slice / p.shape.out[0];
-    int64_t h = (int64_t)(tile / p.tiles_w) * TILE_H, w = (int64_t)(tile % p.tiles_w) * TILE_W;
+    int slice = (int)(blockIdx.x / (unsigned)(p.tiles_h * p.tiles_w));
+    int d = slice % (int)p.shape.out[0];
+    int64_t row = slice / (int)p.shape.out[0];
+    int h = tile / p.tiles_w * TILE_H, w = tile % p.tiles_w * TILE_W;
     int n_weights = p.window * (int)p.shape.in_channels * OUTS;
     int column = (int)threadIdx.x % COLUMNS * 4, line = (int)threadIdx.x / COLUMNS;
     int kernel_h = (int)p.shape.kernel[1], planes = (int)(p.shape.in_channels * p.shape.kernel[0]);
     float sum[OUTS][COLUMNS];
 
     read_patch(p, p.x + row * p.shape.in_channels * p.shape.in[0] * p.shape.in[1] * p.shape.in[2],
-               d - p.shape.padding[0], h - p.shape.padding[1], w - p.shape.padding[2], patch);
+               d - (int)p.shape.padding[0], h - (int)p.shape.padding[1],
+               w - (int)p.shape.padding[2], patch);
     for (int i = (int)threadIdx.x * 4; i < n_weights; i += THREADS * 4)
         __pipeline_memcpy_async(weights + i, p.weights + (int64_t)blockIdx.y * n_weights + i, 16);
     __pipeline_commit();
@@ -120,31 +184,8 @@ static __global__ void __launch_bounds__(THREADS, 3)
         }
     }
 
-    int64_t outs = p.shape.out_channels, out_h = p.shape.out[1], out_w = p.shape.out[2];
-
-    if (h + line >= out_h)
-        return;
-#pragma unroll
-    for (int o = 0; o < OUTS; o++) {
-        int64_t out = (int64_t)blockIdx.y * OUTS + o;
-        float *to = p.y + (((row * outs + out) * p.shape.out[0] + d) * out_h + h + line) * out_w;
-
-        if (out >= outs)
-            break;
-#pragma unroll
-        for (int k = 0; k < COLUMNS; k += 2) {
-            int64_t at = w + column + k / 4 * 32 + k % 4;
-
-            if (out_w % 2 == 0 && at < out_w) {
-                *(float2 *)(to + at) = make_float2(sum[o][k], sum[o][k + 1]);
-            } else {
-                if (at < out_w)
-                    to[at] = sum[o][k];
-                if (at + 1 < out_w)
-                    to[at + 1] = sum[o][k + 1];
-            }
-        }
-    }
+    if (h + line < p.shape.out[1])
+        write_sums(p, sum, row, d, h + line, w + column);
 }
 
 static __global__ void repack_kernel(const float *from, float *to, int64_t outs, int64_t per_out,
@@ -179,6 +220,13 @@ extern "C" bool direct_fits(const struct conv_shape *shape)
     for (int i = 0; i < 3; i++)
         if (shape->stride[i] != 1 || shape->kernel[i] > 64)
             return false;
+    /* Within a sample, and in the grid, the kernel counts in int. */
+    if (shape->in_channels * shape->in[0] * shape->in[1] > INT32_MAX ||
+        shape->in[2] > INT32_MAX / 2 ||
+        shape->rows * shape->out[0] * ((shape->out[1] + TILE_H - 1) / TILE_H) *
+                ((shape->out[2] + TILE_W - 1) / TILE_W) >
+            INT32_MAX)
+        return false;
     return shape->in_channels <= 64 && shape->kernel[2] <= KERNEL_W_MAX &&
            tiles_out(shape) <= 65535 && shared_size(shape) <= SHARED_MAX;
 }
@@ -220,8 +268,9 @@ extern "C" int direct_cuda(const struct conv_shape *shape, cudaStream_t stream,
                            const float *weights, const float *bias, const float *x, int64_t rows,
                            float *y, struct report *report)
 {
-    struct direct p = {*shape, weights, bias, x, y, 0, 0, 0, 0, 0};
+    struct direct p = {*shape, weights, bias, x, y, false, 0, 0, 0, 0, 0};
 
+    p.vectors = shape->in[2] % 4 == 0 && shape->padding[2] == 0 && (uintptr_t)x % 16 == 0;
     p.window = (int32_t)(shape->kernel[0] * shape->kernel[1] * shape->kernel[2]);
     p.patch_h = (int32_t)(TILE_H + shape->kernel[1] - 1);
     p.lines = (int32_t)(shape->in_channels * shape->kernel[0] * p.patch_h);

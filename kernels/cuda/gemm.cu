@@ -33,7 +33,7 @@
 #define THREADS   256
 #define WARPS     (THREADS / WARP)
 #define ROWS      64   /* rows are padded to a multiple */
-#define PART      1024 /* of K: one float32 sum on the tensor cores */
+#define PART      2048 /* of K: one float32 sum on the tensor cores */
 #define ALIGN     64   /* of K and of parts */
 #define WORKSPACE (32u << 20)
 #define CHOICES   16

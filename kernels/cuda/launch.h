@@ -86,6 +86,8 @@ struct tail {
 
     float *to; /* [rows, elements]; NULL: each segment's y, in `dtype` */
     enum dtype dtype;
+    bool by_row;  /* tail_by_row() */
+    int32_t tile; /* elements: tail_tile() */
     const struct segment *segments;
     const int32_t *tiles; /* [n_segments + 1]: first tile of each */
     int n_segments;
@@ -93,8 +95,12 @@ struct tail {
     int64_t counter_pitch;
 };
 
-#define TAIL_TILE 4096 /* elements */
-/* Tiles is tiles[n_segments], which the host knows too. */
+/* A tail whose rows are long and stay together: no tile crosses a row then. */
+bool tail_by_row(const struct tail *tail);
+/* Elements of a tile when that many rows are worked on, and the tiles of a segment of n rows. */
+int32_t tail_tile(const struct tail *tail, int64_t rows);
+int64_t tail_tiles(const struct tail *tail, int32_t tile, int64_t n);
+/* `tiles` is tail->tiles[n_segments], which the host knows too. */
 int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struct report *report);
 
 /* constant.cu: the guard's look at the input. */

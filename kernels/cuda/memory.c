@@ -257,11 +257,12 @@ int memory_import(int device, int fd, size_t size, struct memory **ret, struct r
     r = find_driver(&driver, report);
     if (r == 0)
         r = whole_granules(&driver, device, size, &mapped, report);
-    if (r == 0)
-        r = DRIVER(report, driver.import_handle(&handle, (void *)(intptr_t)fd,
-                                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
     if (r < 0)
         return r;
+    /* Another kind of fd is an unknown error to the driver; it is the client's mistake. */
+    if (DRIVER(report, driver.import_handle(&handle, (void *)(intptr_t)fd,
+                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)) < 0)
+        return -EINVAL;
     r = DRIVER(report, driver.properties(&properties, handle));
     if (r == 0 && (properties.location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
                    properties.location.id != device))
@@ -270,7 +271,8 @@ int memory_import(int device, int fd, size_t size, struct memory **ret, struct r
         driver.release(handle);
         return r;
     }
-    return memory_of(&driver, device, size, mapped, handle, ret, report);
+    r = memory_of(&driver, device, size, mapped, handle, ret, report);
+    return r == -ENODEV ? -EINVAL : r; /* a size that is not the memory's is "not supported" */
 }
 
 void *memory_at(const struct memory *memory, const void *p)

@@ -682,6 +682,8 @@ int plan_new(struct gemm_library *library, const struct pipeline *pipeline, uint
     b->wide = plan->dtype == DTYPE_FLOAT32;
     add_stages(b);
     add_ends(b);
+    for (int i = 0; i < plan->n_tails; i++)
+        plan->tails[i].tail.by_row = tail_by_row(&plan->tails[i].tail);
     plan->resident_bytes = measure(b);
     r = check_memory(b, plan->resident_bytes, report);
     if (r == 0)

@@ -106,7 +106,7 @@ struct block {
     const struct segment *segments; /* results first, then compact ones */
     int n_results, n_compact;
     const int32_t *tiles[TAILS_MAX];
-    int32_t n_tiles[TAILS_MAX];
+    int32_t n_tiles[TAILS_MAX], tile[TAILS_MAX];
     const uint64_t *counters;
     int64_t counter_pitch;
 };

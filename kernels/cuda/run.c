@@ -71,6 +71,7 @@ static int run_tail(const struct arena *arena, cudaStream_t stream, const struct
                       : step->list == LIST_RESULTS ? block->n_results
                                                    : block->n_results + block->n_compact;
     tail.tiles = block->tiles[step->table];
+    tail.tile = block->tile[step->table];
     tail.counters = block->counters;
     tail.counter_pitch = block->counter_pitch;
     return tail_cuda(stream, &tail, block->n_tiles[step->table], report);

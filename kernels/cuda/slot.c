@@ -175,14 +175,17 @@ static void add_tiles(struct slot *slot, const struct tail_step *step)
     int n = step->list == LIST_COMPACT   ? block->n_compact
             : step->list == LIST_RESULTS ? block->n_results
                                          : block->n_results + block->n_compact;
-    int32_t *tiles = reserve(slot, (uint64_t)(n + 1) * sizeof(*tiles));
+    int32_t *tiles = reserve(slot, (uint64_t)(n + 1) * sizeof(*tiles)), tile;
+    int64_t rows = 0;
 
     tiles[0] = 0;
-    for (int i = 0; i < n; i++) {
-        int64_t elements = slot->tables.segments[first + i].rows * step->tail.elements;
-
-        tiles[i + 1] = tiles[i] + (int32_t)((elements + TAIL_TILE - 1) / TAIL_TILE);
-    }
+    for (int i = 0; i < n; i++)
+        rows += slot->tables.segments[first + i].rows;
+    tile = tail_tile(&step->tail, rows);
+    for (int i = 0; i < n; i++)
+        tiles[i + 1] = tiles[i] + (int32_t)tail_tiles(&step->tail, tile,
+                                                      slot->tables.segments[first + i].rows);
+    block->tile[step->table] = tile;
     slot->tables.tiles[step->table] = tiles;
     block->n_tiles[step->table] = tiles[n];
 }

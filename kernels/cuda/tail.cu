@@ -3,10 +3,13 @@
  *
  * A tail reads a value (as it is, normalised, added to a tensor, or the constant of a proof), runs
  * it through minimum, clamp and dropout, and writes it: as float32 for the next step, or rounded
- * into each request's result. Requests of a block are dealt to tiles of TAIL_TILE elements, a
+ * into each request's result. Requests of a block are dealt to tiles, a block of threads each; a
  * thread takes four neighbours at a time. Neighbours may lie in different rows or channels; the
  * cursor moves over such a border, so that nothing depends on sizes being multiples of four, and
  * 16-byte accesses are used where the addresses allow.
+ *
+ * row_kernel is the same for long rows that stay together: no tile crosses a row, so that whatever
+ * belongs to the row is found once per tile, and dropout's thread and turn move by addition.
  *
  * Two numberings meet here. e counts a segment's own elements, [outer, rows, inner]. The request's
  * result, and the element that the mask knows, is [outer, rows of the request, inner]: the same
@@ -14,8 +17,11 @@
  */
 #include "kernels/cuda/dropout.cuh"
 
-#define THREADS 256
-#define WIDTH   4
+#define THREADS      256
+#define WIDTH        4
+#define TILE_MIN     1024 /* elements: one turn of a block */
+#define TILE_MAX     16384
+#define TILES_WANTED 1024
 
 static __device__ int find_segment(const int32_t *tiles, int n, int32_t tile)
 {
@@ -233,10 +239,10 @@ static __global__ void __launch_bounds__(THREADS)
     int s = find_segment(tail.tiles, tail.n_segments, (int32_t)blockIdx.x);
     const struct segment seg = tail.segments[s];
     int64_t elements = seg.rows * tail.elements;
-    int64_t e = (int64_t)((int32_t)blockIdx.x - tail.tiles[s]) * TAIL_TILE + threadIdx.x * WIDTH;
+    int64_t e = (int64_t)((int32_t)blockIdx.x - tail.tiles[s]) * tail.tile + threadIdx.x * WIDTH;
 
 #pragma unroll 2
-    for (int turn = 0; turn < TAIL_TILE / (THREADS * WIDTH); turn++, e += THREADS * WIDTH) {
+    for (int turn = 0; turn < tail.tile / (THREADS * WIDTH); turn++, e += THREADS * WIDTH) {
         if (e >= elements)
             return;
         int n = elements - e < WIDTH ? (int)(elements - e) : WIDTH;
@@ -273,17 +279,272 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-template <enum tail_source SOURCE>
+/* Where a row's tile is, and what does not change within it. */
+struct place {
+    const struct segment &seg;
+    int s;
+    int64_t row;       /* of the segment */
+    const float *from; /* the row */
+    void *to;          /* the row's result */
+    bool aligned;      /* both allow 16 bytes at a time (8 for 16-bit results) */
+    float value;       /* of a constant */
+};
+
+static __device__ __forceinline__ void normalise_row(const struct tail &tail, int64_t row,
+                                                     uint32_t e, int n, float v[WIDTH])
+{
+    uint32_t spatial = (uint32_t)tail.norm.spatial;
+    uint32_t per_group = (uint32_t)(tail.norm.channels / tail.norm.groups);
+    uint32_t channel = e / spatial, at = e - channel * spatial;
+    const float2 *stats = tail.norm.stats + row * tail.norm.groups;
+    float mean = 0, scale = 0, shift = 0;
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) {
+        if (k >= n)
+            break;
+        if (k == 0 || at == spatial) {
+            if (k > 0) {
+                at = 0;
+                channel++;
+            }
+            float2 both = __ldg(&stats[channel / per_group]);
+
+            mean = both.x;
+            scale = both.y * (tail.norm.gamma ? __ldg(&tail.norm.gamma[channel]) : 1.0f);
+            shift = tail.norm.beta ? __ldg(&tail.norm.beta[channel]) : 0.0f;
+        }
+        v[k] = __fmaf_rn(v[k] - mean, scale, shift);
+        at++;
+    }
+}
+
+/* Where a mask's four words come from: rows of whole fours lie in tensors of whole fours. */
+struct stream {
+    uint64_t turn;
+    uint32_t thread, threads;
+};
+
+static __device__ __forceinline__ struct stream
+stream_at(const struct tail &tail, const struct segment &seg, int64_t row, uint32_t e)
+{
+    int64_t group = ((seg.job_row + row) * tail.elements + e) / 4;
+    int64_t threads = dropout_threads(seg.job_rows * tail.elements);
+    int64_t turn = quotient(group, threads);
+
+    return {(uint64_t)turn, (uint32_t)(group - turn * threads), (uint32_t)threads};
+}
+
+/* A turn of the block further: a mask has at least as many threads as a block. */
+static __device__ __forceinline__ void stream_advance(struct stream &stream)
+{
+    stream.thread += THREADS;
+    if (stream.thread >= stream.threads) {
+        stream.thread -= stream.threads;
+        stream.turn++;
+    }
+}
+
+static __device__ __forceinline__ void mask_row(const struct tail &tail, const struct point &point,
+                                                const struct place &place,
+                                                const struct stream &stream, float v[WIDTH])
+{
+    uint64_t counter = __ldg(&tail.counters[point.counter * tail.counter_pitch + place.s]);
+
+    if (point.zero) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            v[k] = __fmul_rn(v[k], 0.0f);
+        return;
+    }
+    uint4 words = dropout_words(place.seg.seed, counter + stream.turn, stream.thread);
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+        v[k] = dropout_masked(v[k], dropout_word(words, k) < point.keep_below, point.scale);
+}
+
+template <typename T>
+static __device__ __forceinline__ void store_row(void *row, bool aligned, uint32_t e, int n,
+                                                 const float v[WIDTH])
+{
+    __align__(16) T four[WIDTH];
+    T *to = (T *)row + e;
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+        round_to(v[k], &four[k]);
+    if (aligned && n == WIDTH) {
+        if (sizeof(T) == 4)
+            __stcs((uint4 *)to, *(const uint4 *)four);
+        else
+            __stcs((uint2 *)to, *(const uint2 *)four);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+        if (k < n)
+            to[k] = four[k];
+}
+
+/* A constant under one mask is one of two numbers: nothing but Philox and the writing is left. */
+template <typename T>
+static __device__ __forceinline__ void fill_row(const struct tail &tail, const struct place &place,
+                                                struct stream stream, uint32_t e, uint32_t end)
+{
+    const struct point &point = tail.points[0];
+    uint64_t seed = place.seg.seed;
+    uint64_t counter = tail.counters[point.counter * tail.counter_pitch + place.s];
+    float kept = dropout_masked(place.value, true, point.scale);
+    float dropped = dropout_masked(place.value, false, point.scale);
+
+#pragma unroll 2
+    for (; e < end; e += THREADS * WIDTH) {
+        uint4 words = dropout_words(seed, counter + stream.turn, stream.thread);
+        float v[WIDTH];
+
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            v[k] = dropout_word(words, k) < point.keep_below ? kept : dropped;
+        store_row<T>(place.to, place.aligned, e, WIDTH, v);
+        stream_advance(stream);
+    }
+}
+
+template <enum tail_source SOURCE, bool MASK, typename T>
+static __device__ __forceinline__ void walk_row(const struct tail &tail, const struct place &place,
+                                                uint32_t e, uint32_t end)
+{
+    bool train = MASK && place.seg.train;
+    struct stream stream = {0, 0, THREADS};
+
+    if (train)
+        stream = stream_at(tail, place.seg, place.row, e);
+    if (MASK && SOURCE == TAIL_CONSTANT && train && tail.n_points == 1 && !tail.points[0].zero) {
+        fill_row<T>(tail, place, stream, e, end);
+        return;
+    }
+#pragma unroll 2
+    for (; e < end; e += THREADS * WIDTH) {
+        int n = end - e < WIDTH ? (int)(end - e) : WIDTH;
+        float v[WIDTH] = {place.value, place.value, place.value, place.value};
+
+        if (SOURCE != TAIL_CONSTANT) {
+            if (place.aligned && n == WIDTH) {
+                float4 all = __ldcs((const float4 *)(place.from + e));
+
+                v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+            } else {
+#pragma unroll
+                for (int k = 0; k < WIDTH; k++)
+                    v[k] = k < n ? place.from[e + k] : 0;
+            }
+        }
+        if (SOURCE == TAIL_NORM)
+            normalise_row(tail, place.seg.row + place.row, e, n, v);
+        for (int p = 0; p < tail.n_points; p++) {
+            const struct point &point = tail.points[p];
+
+            if (point.dropout) {
+                if (train)
+                    mask_row(tail, point, place, stream, v);
+                continue;
+            }
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                v[k] = min_nan(max_nan(v[k], point.low), point.high);
+        }
+        store_row<T>(place.to, place.aligned, e, n, v);
+        if (MASK)
+            stream_advance(stream);
+    }
+}
+
+template <enum tail_source SOURCE, bool MASK, typename T>
+static __global__ void __launch_bounds__(THREADS)
+    row_kernel(const __grid_constant__ struct tail tail)
+{
+    int s = find_segment(tail.tiles, tail.n_segments, (int32_t)blockIdx.x);
+    const struct segment seg = tail.segments[s];
+    uint32_t elements = (uint32_t)tail.elements, tile = (uint32_t)tail.tile;
+    uint32_t tiles = (elements + tile - 1) / tile;
+    uint32_t at = blockIdx.x - (uint32_t)tail.tiles[s], row = at / tiles;
+    uint32_t begin = (at - row * tiles) * tile;
+    uint32_t end = elements - begin < tile ? elements : begin + tile;
+    struct place place = {seg, s, row, NULL, NULL, false, 0};
+
+    place.from = tail.from + (seg.row + row) * tail.elements;
+    if (tail.to)
+        place.to = tail.to + (seg.row + row) * tail.elements;
+    else
+        place.to = (T *)seg.y + (seg.out_row + row) * tail.elements;
+    place.aligned = (uintptr_t)place.to % (WIDTH * sizeof(T)) == 0 &&
+                    (SOURCE == TAIL_CONSTANT || (uintptr_t)place.from % 16 == 0);
+    if (SOURCE == TAIL_CONSTANT) {
+        uint32_t top = tail.constant.tops[seg.row + row];
+        bool passes = top < tail.constant.bound;
+
+        /* Rows that the guard stops come by the full path. */
+        if (!passes && !(top >= 0x7f800000u && tail.constant.nonfinite_spreads))
+            return;
+        place.value = passes ? tail.constant.value : __int_as_float(0x7fc00000);
+    }
+    walk_row<SOURCE, MASK, T>(tail, place, begin + threadIdx.x * WIDTH, end);
+}
+
+template <enum tail_source SOURCE, bool MASK>
 static void launch(cudaStream_t stream, const struct tail *tail, unsigned tiles)
 {
-    bool mask = false;
+    if constexpr (SOURCE != TAIL_ADD) {
+        if (tail->by_row) {
+            WITH_DTYPE(tail->to ? DTYPE_FLOAT32 : tail->dtype, T,
+                       (row_kernel<SOURCE, MASK, T><<<tiles, THREADS, 0, stream>>>(*tail)));
+            return;
+        }
+    }
+    tail_kernel<SOURCE, MASK><<<tiles, THREADS, 0, stream>>>(*tail);
+}
 
+static bool masks(const struct tail *tail)
+{
     for (int p = 0; p < tail->n_points; p++)
-        mask |= tail->points[p].dropout;
-    if (mask)
-        tail_kernel<SOURCE, true><<<tiles, THREADS, 0, stream>>>(*tail);
+        if (tail->points[p].dropout)
+            return true;
+    return false;
+}
+
+template <enum tail_source SOURCE>
+static void launch_source(cudaStream_t stream, const struct tail *tail, unsigned tiles)
+{
+    if (masks(tail))
+        launch<SOURCE, true>(stream, tail, tiles);
     else
-        tail_kernel<SOURCE, false><<<tiles, THREADS, 0, stream>>>(*tail);
+        launch<SOURCE, false>(stream, tail, tiles);
+}
+
+extern "C" bool tail_by_row(const struct tail *tail)
+{
+    if (tail->source == TAIL_ADD || tail->outer != 1 || tail->elements > INT32_MAX)
+        return false;
+    return tail->elements >= TILE_MIN && (tail->elements % WIDTH == 0 || !masks(tail));
+}
+
+/* Large enough that finding its place costs a tile little, small enough to fill the device. */
+extern "C" int32_t tail_tile(const struct tail *tail, int64_t rows)
+{
+    int64_t elements = rows * tail->elements;
+    int32_t tile = TILE_MIN;
+
+    while (tile < TILE_MAX && elements / (2 * tile) >= TILES_WANTED)
+        tile *= 2;
+    return tile;
+}
+
+extern "C" int64_t tail_tiles(const struct tail *tail, int32_t tile, int64_t n)
+{
+    if (tail->by_row)
+        return n * ((tail->elements + tile - 1) / tile);
+    return (n * tail->elements + tile - 1) / tile;
 }
 
 extern "C" int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles,
@@ -293,16 +554,16 @@ extern "C" int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t t
         return 0;
     switch (tail->source) {
     case TAIL_DIRECT:
-        launch<TAIL_DIRECT>(stream, tail, (unsigned)tiles);
+        launch_source<TAIL_DIRECT>(stream, tail, (unsigned)tiles);
         break;
     case TAIL_NORM:
-        launch<TAIL_NORM>(stream, tail, (unsigned)tiles);
+        launch_source<TAIL_NORM>(stream, tail, (unsigned)tiles);
         break;
     case TAIL_ADD:
-        launch<TAIL_ADD>(stream, tail, (unsigned)tiles);
+        launch_source<TAIL_ADD>(stream, tail, (unsigned)tiles);
         break;
     case TAIL_CONSTANT:
-        launch<TAIL_CONSTANT>(stream, tail, (unsigned)tiles);
+        launch_source<TAIL_CONSTANT>(stream, tail, (unsigned)tiles);
         break;
     }
     return CUDA_LAUNCHED(report);
