@@ -177,6 +177,12 @@ int shm_open_sealed(int fd, size_t size, struct shm *ret)
     return 0;
 }
 
+void shm_discard(struct shm *shm)
+{
+    if (shm->data)
+        madvise(shm->data, shm->size, MADV_REMOVE);
+}
+
 void shm_deinit(struct shm *shm)
 {
     if (shm->data)

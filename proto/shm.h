@@ -34,5 +34,9 @@ int shm_adopt(int fd, size_t size, struct shm *ret, const char **ret_reason);
  * success only. */
 int shm_open_sealed(int fd, size_t size, struct shm *ret);
 
+/* Gives the region's pages back to the system, whoever else has it mapped: it reads as zeros from
+ * then on, and whatever is touched again is the toucher's memory. */
+void shm_discard(struct shm *shm);
+
 /* Unmaps and closes. Accepts a region that was never made. */
 void shm_deinit(struct shm *shm);

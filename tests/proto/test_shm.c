@@ -56,6 +56,28 @@ static void test_create(void **state)
     assert_int_equal(open_fds(), before);
 }
 
+/* Discarded pages are gone for whoever kept the region, and zeros, not signals, are read there. */
+static void test_discard(void **state)
+{
+    enum { SIZE = 100001 };
+    struct shm mine = SHM_INIT, theirs = SHM_INIT;
+    struct stat st;
+
+    (void)state;
+    assert_int_equal(shm_create(SIZE, &mine), 0);
+    assert_int_equal(shm_open_sealed(dup(mine.fd), SIZE, &theirs), 0);
+    memset(theirs.data, 7, SIZE);
+    shm_discard(&mine);
+    shm_deinit(&mine);
+    assert_int_equal(fstat(theirs.fd, &st), 0);
+    assert_int_equal(st.st_blocks, 0);
+    assert_int_equal(st.st_size, SIZE);
+    for (size_t i = 0; i < SIZE; i++)
+        assert_int_equal(((uint8_t *)theirs.data)[i], 0);
+    shm_discard(&mine); /* nothing there is fine */
+    shm_deinit(&theirs);
+}
+
 /* S-19: whoever has the descriptor cannot resize the region or forbid writing. */
 static void test_sealed(void **state)
 {
@@ -322,6 +344,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_create),
+        cmocka_unit_test(test_discard),
         cmocka_unit_test(test_sealed),
         cmocka_unit_test(test_create_limits),
         cmocka_unit_test(test_adopt),
