@@ -8,10 +8,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
+#include "device.h"
 #include "link.h"
 #include "proto/scan.h"
 #include "proto/wire.h"
@@ -225,7 +227,8 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
 
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret)
 {
-    struct proto_request request = {.verb = VERB_BUFFER_REGISTER, .buffer_register = {size}};
+    struct proto_request request = {.verb = VERB_BUFFER_REGISTER,
+                                    .buffer_register = {size, BUFFER_HOST}};
     const char *reason = NULL;
     struct shm shm = SHM_INIT;
     int r;
@@ -243,6 +246,58 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
         return buffer_new(f, &shm, ret);
     shm_deinit(&shm);
     return r;
+}
+
+/* The uuid of the server's device, as hello told it. */
+static void device_uuid(const struct fused *f, char *to, size_t size)
+{
+    struct scan_item item;
+    const uint8_t *found;
+    size_t n, pos = 0;
+
+    to[0] = '\0';
+    if (scan_find(f->hello, f->n_hello, "devices.0.uuid", &found, &n) == 0 &&
+        scan_item(found, n, &pos, &item) == 0 && item.type == SCAN_STR)
+        snprintf(to, size, "%.*s", (int)item.raw.n, (const char *)item.raw.bytes);
+}
+
+int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer **ret)
+{
+    struct proto_request request = {.verb = VERB_BUFFER_CREATE,
+                                    .buffer_create = {size, BUFFER_CUDA}};
+    struct shm none = {.fd = -1, .size = size};
+    _cleanup_close_ int fd = -1;
+    struct device_map *map = NULL;
+    const char *reason;
+    char uuid[48];
+    int r;
+
+    r = link_enter(f);
+    if (r < 0)
+        return r;
+    r = transact_in_time(f, &request, -1);
+    if (r != 0)
+        return r;
+    fd = take_fd(&f->reply_fd);
+    if (f->reply.buffer.size_bytes != size || fd < 0)
+        return link_break(f, -EPROTO, "the server broke the protocol: not the buffer asked for");
+    device_uuid(f, uuid, sizeof uuid);
+    r = device_map(fd, size, uuid, &map, &reason);
+    if (r < 0) {
+        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        return link_fail(f, r, "%s", reason);
+    }
+    r = buffer_new(f, &none, ret);
+    if (r < 0)
+        device_unmap(map);
+    else
+        (*ret)->device = map;
+    return r;
+}
+
+uint64_t fused_buffer_device(const struct fused_buffer *buffer)
+{
+    return buffer->device ? device_address(buffer->device) : 0;
 }
 
 void *fused_buffer_data(const struct fused_buffer *buffer)
@@ -270,8 +325,10 @@ void fused_buffer_free(struct fused_buffer *buffer)
         if (link_enter(f) == 0 && !f->broken)
             link_release(f, buffer->handle, link_deadline(f->timeout_ms));
     }
-    if (buffer)
+    if (buffer) {
+        device_unmap(buffer->device);
         shm_deinit(&buffer->shm);
+    }
     free(buffer);
 }
 

@@ -115,7 +115,22 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
  */
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret);
 
-/* The mapping: readable and writable, page-aligned, valid until fused_buffer_free(). */
+/*
+ * Makes a buffer of `size` bytes, zeroed, in the memory of the server's GPU, and maps it into this
+ * process: tensors in it cross no bus. Opens libcuda.so.1 the first time, and keeps the GPU's
+ * primary context while the buffer lives. The server rounds up to 2 MiB and charges that.
+ * FUSED_UNSUPPORTED: the server has no GPU; -ENODEV: this process has no libcuda, or does not see
+ * that GPU; -EINVAL: CUDA refuses. Blocks.
+ */
+int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer **ret);
+
+/* Its address on the GPU (a CUdeviceptr), in every context of this process on that GPU, until
+ * fused_buffer_free(); 0 for a buffer of host pages. What the server writes is there once the answer
+ * has come; what you write must be there (synchronise your stream) before you send. */
+uint64_t fused_buffer_device(const struct fused_buffer *buffer);
+
+/* The mapping: readable and writable, page-aligned, valid until fused_buffer_free(). NULL for a
+ * device buffer. */
 void *fused_buffer_data(const struct fused_buffer *buffer);
 size_t fused_buffer_size(const struct fused_buffer *buffer);
 

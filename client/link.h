@@ -67,7 +67,8 @@ struct fused_buffer {
     struct fused *f; /* NULL once the connection is closed */
     struct fused_buffer *next, **link;
     uint32_t handle;
-    struct shm shm;
+    struct shm shm;            /* of a device buffer only its size */
+    struct device_map *device; /* NULL: host pages */
 };
 
 /* Sets the connection's error text and returns r. */

@@ -18,21 +18,24 @@
 
 #include "proto/base.h"
 
+#define DEVICE_GRANULE (UINT64_C(2) << 20) /* of CUDA's virtual memory */
+
 static void free_now(struct buffer *buffer)
 {
-    uid_give(buffer->uid, CHARGE_BUFFER_BYTES, buffer->size);
+    uid_give(buffer->uid, CHARGE_BUFFER_BYTES, buffer->charged_bytes);
     uid_give(buffer->uid, CHARGE_BUFFERS, 1);
     uid_unref(buffer->uid);
     free(buffer);
 }
 
-static void run_make(struct work *work)
+/* Host pages: afterwards they are mapped, and the descriptor is needed by a client only. */
+static int make_host(struct buffer *buffer)
 {
-    struct buffer *buffer = (struct buffer *)work;
     struct buffers *owner = buffer->owner;
+    bool is_foreign = buffer->fd >= 0;
     int r;
 
-    if (buffer->fd >= 0)
+    if (is_foreign)
         r = shm_adopt(buffer->fd, buffer->size, &buffer->shm, &buffer->reason);
     else
         r = shm_create(buffer->size, &buffer->shm);
@@ -40,7 +43,32 @@ static void run_make(struct work *work)
     if (r == 0 && owner->ops->pin)
         r = owner->ops->pin(owner->backend, buffer->shm.data, buffer->size, &buffer->memory,
                             &buffer->report);
-    buffer->result = r;
+    if (!is_foreign)
+        buffer->fd = take_fd(&buffer->shm.fd);
+    else
+        buffer->shm.fd = close_fd(buffer->shm.fd);
+    return r;
+}
+
+static int make_device(struct buffer *buffer)
+{
+    struct buffers *owner = buffer->owner;
+    int r;
+
+    if (buffer->fd < 0)
+        return owner->ops->memory_create(owner->backend, buffer->size, &buffer->memory, &buffer->fd,
+                                         &buffer->report);
+    r = owner->ops->memory_import(owner->backend, buffer->fd, buffer->size, &buffer->memory,
+                                  &buffer->report);
+    buffer->fd = close_fd(buffer->fd);
+    return r;
+}
+
+static void run_make(struct work *work)
+{
+    struct buffer *buffer = (struct buffer *)work;
+
+    buffer->result = buffer->kind == BUFFER_CUDA ? make_device(buffer) : make_host(buffer);
 }
 
 static void done_make(struct work *work)
@@ -50,16 +78,23 @@ static void done_make(struct work *work)
     buffer->made(buffer, buffer->context);
 }
 
-int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
-                void (*made)(struct buffer *buffer, void *context), void *context)
+int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, uint64_t size,
+                int fd, void (*made)(struct buffer *buffer, void *context), void *context)
 {
+    uint64_t charged_bytes = size;
     struct buffer *buffer;
     int r;
 
+    if (kind == BUFFER_CUDA) {
+        r = -EOPNOTSUPP;
+        if (!buffers->device_memory)
+            goto close;
+        charged_bytes = (size + DEVICE_GRANULE - 1) / DEVICE_GRANULE * DEVICE_GRANULE;
+    }
     r = uid_take(uid, CHARGE_BUFFERS, 1);
     if (r < 0)
         goto close;
-    r = uid_take(uid, CHARGE_BUFFER_BYTES, size);
+    r = uid_take(uid, CHARGE_BUFFER_BYTES, charged_bytes);
     if (r < 0)
         goto give_buffer;
     buffer = calloc(1, sizeof(*buffer));
@@ -71,7 +106,9 @@ int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
     buffer->uid = uid_ref(uid);
     buffer->refs = 1;
     buffer->shm = SHM_INIT;
+    buffer->kind = kind;
     buffer->size = size;
+    buffer->charged_bytes = charged_bytes;
     buffer->fd = fd;
     buffer->made = made;
     buffer->context = context;
@@ -80,7 +117,7 @@ int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
     return 0;
 
 give_bytes:
-    uid_give(uid, CHARGE_BUFFER_BYTES, size);
+    uid_give(uid, CHARGE_BUFFER_BYTES, charged_bytes);
 give_buffer:
     uid_give(uid, CHARGE_BUFFERS, 1);
 close:
@@ -97,9 +134,13 @@ struct buffer *buffer_ref(struct buffer *buffer)
 static void run_free(struct work *work)
 {
     struct buffer *buffer = (struct buffer *)work;
+    struct buffers *owner = buffer->owner;
 
-    if (buffer->memory)
-        buffer->owner->ops->unpin(buffer->owner->backend, buffer->memory);
+    close_fd(buffer->fd);
+    if (buffer->memory && buffer->kind == BUFFER_CUDA)
+        owner->ops->memory_free(owner->backend, buffer->memory);
+    else if (buffer->memory)
+        owner->ops->unpin(owner->backend, buffer->memory);
     shm_deinit(&buffer->shm);
 }
 
@@ -118,6 +159,13 @@ struct buffer *buffer_unref(struct buffer *buffer)
     assert(LIST_EMPTY(&buffer->uses));
     work_queue(buffer->owner->works, &buffer->work, run_free, done_free);
     return NULL;
+}
+
+void *buffer_at(const struct buffer *buffer, uint64_t offset)
+{
+    if (buffer->kind == BUFFER_CUDA)
+        return (void *)(uintptr_t)(buffer->owner->ops->memory_address(buffer->memory) + offset);
+    return (uint8_t *)buffer->shm.data + offset;
 }
 
 int buffer_use(struct buffer *buffer, uint64_t offset, uint64_t size, bool write,

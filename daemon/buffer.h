@@ -8,6 +8,7 @@
 #include <sys/queue.h>
 
 #include "kernels/backend.h"
+#include "proto/proto.h"
 #include "proto/shm.h"
 #include "uid.h"
 #include "work.h"
@@ -26,13 +27,15 @@ struct buffer {
     struct uid *uid;
     unsigned refs;
     uint32_t handle; /* 0: not in a table */
-    struct shm shm;
-    struct memory *memory; /* pinned; NULL when the backend pins nothing */
+    enum buffer_kind kind;
+    size_t size;
+    uint64_t charged_bytes; /* to the uid: device memory comes in whole granules */
+    struct shm shm;         /* of a host buffer */
+    struct memory *memory;  /* pinned pages, NULL when the backend pins nothing; device memory */
     LIST_HEAD(, buffer_use) uses;
 
     /* While it is made: */
-    size_t size;
-    int fd; /* to adopt; -1: create */
+    int fd; /* to adopt; once made, to send with the answer; -1: none */
     int result;
     const char *reason; /* fixed text, or NULL */
     struct report report;
@@ -45,16 +48,21 @@ struct buffers {
     struct works *works;
     const struct backend_ops *ops;
     struct backend *backend;
+    bool device_memory; /* the backend has BUFFER_CUDA */
 };
 
 /*
- * Makes a buffer on a helper thread: a fresh region, or the client's memfd (fd >= 0, consumed
- * whatever happens). Charged to the uid at once. `made` is called on the loop thread with the
- * buffer, whose `result` is 0 or negative; the callee then owns a reference. 0, -EDQUOT, -EBUSY or
- * -ENOMEM: nothing was begun.
+ * Makes a buffer on a helper thread: fresh memory, or the client's (fd >= 0, consumed whatever
+ * happens). Charged to the uid at once. `made` is called on the loop thread with the buffer, whose
+ * `result` is 0 or negative; the callee then owns a reference, and `fd` until it closes it. 0,
+ * -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device memory that the backend has not: nothing was
+ * begun.
  */
-int buffer_make(struct buffers *buffers, struct uid *uid, uint64_t size, int fd,
-                void (*made)(struct buffer *buffer, void *context), void *context);
+int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, uint64_t size,
+                int fd, void (*made)(struct buffer *buffer, void *context), void *context);
+
+/* The address of a byte as the backend takes it: of the host, or of the device. */
+void *buffer_at(const struct buffer *buffer, uint64_t offset);
 
 struct buffer *buffer_ref(struct buffer *buffer);
 /* The last one unmaps on a helper thread and gives the charges back then. */

@@ -224,7 +224,7 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
     } else {
         if (!take_range(check, conn, "input", &infer->input, check->in_bytes, false, &request->in))
             return false;
-        job->x = (uint8_t *)request->in.buffer->shm.data + infer->input.offset;
+        job->x = buffer_at(request->in.buffer, infer->input.offset);
         job->x_memory = request->in.buffer->memory;
     }
     request->output = check->output;
@@ -238,7 +238,7 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
             return false;
         request->output.buffer = infer->output.buffer;
         request->output.offset = infer->output.offset;
-        job->y = (uint8_t *)request->out.buffer->shm.data + infer->output.offset;
+        job->y = buffer_at(request->out.buffer, infer->output.offset);
         job->y_memory = request->out.buffer->memory;
     }
     job->y_size = check->out_bytes;

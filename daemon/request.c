@@ -212,6 +212,8 @@ enum proto_error request_error(enum verb verb, int r)
         return verb == VERB_INFER ? ERR_BAD_TENSOR : is_buffer ? ERR_BAD_BUFFER : ERR_BAD_MODEL;
     case EIO:
         return verb == VERB_INFER || is_buffer ? ERR_INTERNAL : ERR_BAD_MODEL;
+    case EOPNOTSUPP:
+        return ERR_UNSUPPORTED;
     case ENOENT:
         return ERR_NOT_FOUND;
     case EEXIST:

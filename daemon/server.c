@@ -469,7 +469,11 @@ static int init_loop(struct server *server)
             return r;
     }
     server->buffers = (struct buffers){
-        .works = &server->works, .ops = server->device.ops, .backend = server->device.backend};
+        .works = &server->works,
+        .ops = server->device.ops,
+        .backend = server->device.backend,
+        .device_memory = server->info.device_memory,
+    };
     registry_init(&server->registry, &server->works, server->device.ops, server->device.backend,
                   server->config.models_dir, server->config.weights_dir);
     return scheduler_init(&server->scheduler, &server->loop, server->device.ops,

@@ -150,10 +150,9 @@ static void on_buffer_made(struct buffer *buffer, void *context)
     }
     /* Sending may find the client gone, which drops its buffers. */
     buffer_ref(buffer);
-    if (request_answer_buffer(request, buffer->handle, buffer->size,
-                              request->verb == VERB_BUFFER_CREATE ? buffer->shm.fd : -1)) {
-        /* The pages are mapped, and the client has its own descriptor. */
-        buffer->shm.fd = close_fd(buffer->shm.fd);
+    if (request_answer_buffer(request, buffer->handle, buffer->size, buffer->fd)) {
+        /* The memory is mapped, and the client has its own descriptor. */
+        buffer->fd = close_fd(buffer->fd);
     } else {
         request_fail(request, ERR_BUSY, "too many descriptors are on their way");
         buffer_table_remove(&conn->buffers, buffer->handle);
@@ -161,8 +160,8 @@ static void on_buffer_made(struct buffer *buffer, void *context)
     buffer_unref(buffer);
 }
 
-static void make_buffer(struct conn *conn, const struct proto_request *message, uint64_t size,
-                        int fd)
+static void make_buffer(struct conn *conn, const struct proto_request *message,
+                        enum buffer_kind kind, uint64_t size, int fd)
 {
     struct request *request;
     int r;
@@ -177,9 +176,10 @@ static void make_buffer(struct conn *conn, const struct proto_request *message, 
         close_fd(fd);
         return;
     }
-    r = buffer_make(&conn->server->buffers, conn->uid, size, fd, on_buffer_made, request);
+    r = buffer_make(&conn->server->buffers, conn->uid, kind, size, fd, on_buffer_made, request);
     if (r < 0)
-        request_fail(request, request_error(message->verb, r), NULL);
+        request_fail(request, request_error(message->verb, r),
+                     r == -EOPNOTSUPP ? "this backend offers no device buffers" : NULL);
     else
         conn->server->n_client_works++;
 }
@@ -188,10 +188,7 @@ static void buffer_create(struct conn *conn, const struct proto_request *message
 {
     if (is_draining(conn, message))
         return;
-    if (message->buffer_create.kind != BUFFER_HOST)
-        conn_refuse(conn, message, ERR_UNSUPPORTED, "this backend offers no device buffers");
-    else
-        make_buffer(conn, message, message->buffer_create.size_bytes, -1);
+    make_buffer(conn, message, message->buffer_create.kind, message->buffer_create.size_bytes, -1);
 }
 
 static void buffer_register(struct conn *conn, const struct proto_request *message, int *fd)
@@ -201,7 +198,8 @@ static void buffer_register(struct conn *conn, const struct proto_request *messa
     if (*fd < 0)
         conn_refuse(conn, message, ERR_BAD_BUFFER, "no descriptor came with the message");
     else
-        make_buffer(conn, message, message->buffer_register.size_bytes, take_fd(fd));
+        make_buffer(conn, message, message->buffer_register.kind,
+                    message->buffer_register.size_bytes, take_fd(fd));
 }
 
 static void buffer_release(struct conn *conn, const struct proto_request *message)

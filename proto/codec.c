@@ -341,6 +341,8 @@ static void take_request(struct reader *reader, struct proto_request *request)
         break;
     case VERB_BUFFER_REGISTER:
         request->buffer_register.size_bytes = take_uint(reader, KEY_SIZE, UINT64_MAX);
+        request->buffer_register.kind =
+            (enum buffer_kind)take_word_or_0(reader, KEY_KIND, "host", "cuda");
         break;
     case VERB_BUFFER_RELEASE:
         request->buffer_release.buffer = (uint32_t)take_uint(reader, KEY_BUFFER, UINT32_MAX);

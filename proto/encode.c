@@ -93,6 +93,8 @@ static uint32_t count_keys(const struct proto_request *request)
                (infer->offset != 0) + (infer->result == RESULT_COMPACT);
     case VERB_BUFFER_CREATE:
         return request->buffer_create.kind == BUFFER_CUDA ? 2 : 1;
+    case VERB_BUFFER_REGISTER:
+        return request->buffer_register.kind == BUFFER_CUDA ? 2 : 1;
     case VERB_MODEL_LIST:
         return request->model_list.after.n ? 1 : 0;
     case VERB_MODEL_RELOAD:
@@ -127,6 +129,8 @@ static void put_request(struct doc *doc, const struct proto_request *request)
         break;
     case VERB_BUFFER_REGISTER:
         put_uint(doc, "size", request->buffer_register.size_bytes);
+        if (request->buffer_register.kind == BUFFER_CUDA)
+            put_word(doc, "kind", "cuda");
         break;
     case VERB_BUFFER_RELEASE:
         put_uint(doc, "buffer", request->buffer_release.buffer);

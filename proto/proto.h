@@ -152,6 +152,7 @@ struct proto_request {
         } buffer_create;
         struct {
             uint64_t size_bytes; /* the fd comes with the datagram */
+            enum buffer_kind kind;
         } buffer_register;
         struct {
             uint32_t buffer;

@@ -17,20 +17,28 @@
  *   oom_load_over=N    a model that keeps more than N bytes does not fit
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
- *   open_fails=1       there is no device
+ *   device_memory=1    offers device memory: memfds in whole granules; closing with some left
+ * aborts oom_memory_over=N  more than N bytes of it are not there open_fails=1       there is no
+ * device
  */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "kernels/backend.h"
 
+#define GRANULE ((size_t)2 << 20)
+
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
-        fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails;
+        fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
+        device_memory, oom_memory_over;
 };
 
 struct slot {
@@ -44,11 +52,12 @@ struct backend {
     struct script script;
     long n_started;
     struct slot slots[BACKEND_SLOTS_MAX];
-    atomic_long n_pinned;
+    atomic_long n_pinned, n_memory;
 };
 
 struct memory {
     size_t size;
+    void *data; /* device memory; NULL: pinned pages */
 };
 
 static struct backend_ops fake_ops;
@@ -85,6 +94,8 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"oom_pin_over", &script->oom_pin_over, NULL},
         {"pins", &script->pins, NULL},
         {"open_fails", &script->open_fails, NULL},
+        {"device_memory", &script->device_memory, NULL},
+        {"oom_memory_over", &script->oom_memory_over, NULL},
     };
 
     script->slots = 1;
@@ -125,13 +136,15 @@ static int fake_open(const struct backend_options *options, struct backend **ret
     }
     if (!backend->script.pins && backend->script.oom_pin_over == 0)
         fake_ops.pin = NULL;
+    if (!backend->script.device_memory)
+        fake_ops.memory_create = NULL;
     *ret = backend;
     return 0;
 }
 
 static void fake_close(struct backend *backend)
 {
-    if (atomic_load(&backend->n_pinned) != 0)
+    if (atomic_load(&backend->n_pinned) != 0 || atomic_load(&backend->n_memory) != 0)
         abort();
     backend_cpu()->close(backend->cpu);
     free(backend);
@@ -141,7 +154,8 @@ static void fake_info(struct backend *backend, struct backend_info *ret)
 {
     backend_cpu()->info(backend->cpu, ret);
     snprintf(ret->name, sizeof(ret->name), "fake");
-    snprintf(ret->uuid, sizeof(ret->uuid), "FAKE-0");
+    snprintf(ret->uuid, sizeof(ret->uuid), "GPU-46414b45-0000-0000-0000-000000000001");
+    ret->device_memory = backend->script.device_memory;
     ret->slots = (unsigned)backend->script.slots;
 }
 
@@ -242,6 +256,69 @@ static void fake_unpin(struct backend *backend, struct memory *memory)
     free(memory);
 }
 
+/* Maps a memfd of whole granules; the descriptor stays the caller's. */
+static int memory_map(struct backend *backend, int fd, size_t size, struct memory **ret,
+                      struct report *report)
+{
+    struct memory *memory = calloc(1, sizeof(*memory));
+    size_t mapped = (size + GRANULE - 1) / GRANULE * GRANULE;
+    struct stat st;
+
+    if (!memory)
+        return report_set(report, -ENOMEM, "out of memory");
+    memory->size = mapped;
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) || (size_t)st.st_size != mapped) {
+        free(memory);
+        return report_set(report, -EINVAL, "the descriptor is no memory of that size");
+    }
+    memory->data = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory->data == MAP_FAILED) {
+        free(memory);
+        return report_set(report, -EINVAL, "the memory cannot be mapped");
+    }
+    atomic_fetch_add(&backend->n_memory, 1);
+    *ret = memory;
+    return 0;
+}
+
+static int fake_memory_create(struct backend *backend, size_t size, struct memory **ret,
+                              int *ret_fd, struct report *report)
+{
+    size_t mapped = (size + GRANULE - 1) / GRANULE * GRANULE;
+    int fd, r;
+
+    if (backend->script.oom_memory_over > 0 && size > (size_t)backend->script.oom_memory_over)
+        return report_set(report, -ENOMEM, "the device has no memory for it");
+    fd = memfd_create("fake", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)mapped) != 0)
+        r = report_set(report, -ENOMEM, "no memfd");
+    else
+        r = memory_map(backend, fd, size, ret, report);
+    if (r < 0 && fd >= 0)
+        close(fd);
+    if (r == 0)
+        *ret_fd = fd;
+    return r;
+}
+
+static int fake_memory_import(struct backend *backend, int fd, size_t size, struct memory **ret,
+                              struct report *report)
+{
+    return memory_map(backend, fd, size, ret, report);
+}
+
+static uint64_t fake_memory_address(const struct memory *memory)
+{
+    return (uintptr_t)memory->data;
+}
+
+static void fake_memory_free(struct backend *backend, struct memory *memory)
+{
+    munmap(memory->data, memory->size);
+    free(memory);
+    atomic_fetch_sub(&backend->n_memory, 1);
+}
+
 static struct backend_ops fake_ops = {
     .abi = BACKEND_ABI,
     .name = "fake",
@@ -255,6 +332,10 @@ static struct backend_ops fake_ops = {
     .poll = fake_poll,
     .pin = fake_pin,
     .unpin = fake_unpin,
+    .memory_create = fake_memory_create,
+    .memory_import = fake_memory_import,
+    .memory_address = fake_memory_address,
+    .memory_free = fake_memory_free,
 };
 
 __attribute__((visibility("default"))) const struct backend_ops *fused_backend(void);

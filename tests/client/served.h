@@ -29,8 +29,9 @@ static inline const char *served_build(void)
     return build != NULL && build[0] != 0 ? build : "build";
 }
 
-/* Serves the models of a directory with the weights beside them. 0 once it answers. */
-static inline int served_start(struct served *served, const char *models)
+/* Serves the models of a directory with the weights beside them, on that backend. 0 once it
+ * answers. */
+static inline int served_start_on(struct served *served, const char *models, const char *backend)
 {
     const struct timespec pause = {.tv_nsec = 20000000};
     char program[256];
@@ -46,7 +47,7 @@ static inline int served_start(struct served *served, const char *models)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() == parent)
             execl(program, program, "--config", "config/fused.conf", "--socket", served->socket,
-                  "--backend", "cpu", "--models", models, (char *)NULL);
+                  "--backend", backend, "--models", models, (char *)NULL);
         _exit(127);
     }
     for (int i = 0; i < 1500 && served->pid > 0; i++) {
@@ -61,6 +62,11 @@ static inline int served_start(struct served *served, const char *models)
         nanosleep(&pause, NULL);
     }
     return -1;
+}
+
+static inline int served_start(struct served *served, const char *models)
+{
+    return served_start_on(served, models, "cpu");
 }
 
 /* Asks it to end and waits. Its exit code, or -1 when a signal ended it. */

@@ -120,6 +120,85 @@ static void offers_no_device_buffers(void **state)
     client_close(&c);
 }
 
+#define MIB (UINT64_C(1) << 20)
+
+/* Made by the daemon or the client: charged in whole granules, wrong descriptors are refused, and
+ * computed in while their handle and connection are already gone. G-07 */
+static void gives_and_takes_device_memory(void **state)
+{
+    static float x[A_ROWS * A_IN], wanted[A_ROWS * A_OUT];
+    struct proto_request request = {.verb = VERB_BUFFER_CREATE,
+                                    .buffer_create = {.size_bytes = 5000, .kind = BUFFER_CUDA}};
+    struct proto_tensor place = {
+        .dtype = PROTO_FLOAT32, .rank = 2, .shape = {A_ROWS, A_IN}, .offset = 4096};
+    struct proto_reply reply;
+    struct daemon gpu;
+    float *theirs, *ours;
+    int fd = -1;
+
+    (void)state;
+    daemon_start(&gpu, "device_memory=1;pins=1;delay_ms=200", "uid_buffer_bytes = 6291456;");
+    client_start(&c, &gpu);
+    client_call(&c, &request, -1, &reply, &fd);
+    assert_ok(&reply);
+    assert_int_equal(reply.buffer.size_bytes, 5000);
+    theirs = mmap(NULL, 2 * MIB, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(theirs, MAP_FAILED);
+    close(fd);
+    place.buffer = reply.buffer.buffer;
+
+    fd = memfd(4 * MIB, 0, 0);
+    ours = mmap(NULL, 4 * MIB, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(ours, MAP_FAILED);
+    golden_read(MODEL_A, "x", x, sizeof(x));
+    golden_read(MODEL_A, "y", wanted, sizeof(wanted));
+    memcpy(ours + 1024, x, sizeof(x));
+    request = (struct proto_request){.verb = VERB_BUFFER_REGISTER,
+                                     .buffer_register = {2 * MIB + 1, BUFFER_CUDA}};
+    client_call(&c, &request, fd, &reply, NULL);
+    assert_ok(&reply);
+
+    /* 2 + 4 of 6 MiB are taken. */
+    request.id = 0;
+    request.buffer_register.size_bytes = 1;
+    client_call(&c, &request, fd, &reply, NULL);
+    assert_error(&reply, ERR_QUOTA);
+
+    request = infer_a(x);
+    request.infer.input = place;
+    request.infer.input.buffer = place.buffer + 1;
+    request.infer.has_output = true;
+    request.infer.output = (struct proto_tensor){
+        .dtype = PROTO_FLOAT32, .rank = 4, .shape = {1, A_OUT, A_ROWS, 1}, .buffer = place.buffer};
+    client_call(&c, &request, -1, &reply, NULL);
+    assert_ok(&reply);
+    assert_near(theirs, wanted, A_ROWS * A_OUT);
+
+    /* Gone while it is used. */
+    memset(theirs, 0, sizeof(wanted));
+    request.id = 0;
+    client_send(&c, &request, -1);
+    sleep_ms(50);
+    client_close(&c);
+    sleep_ms(400);
+    assert_near(theirs, wanted, A_ROWS * A_OUT);
+
+    /* No memory of the device, or of another size. */
+    client_start(&c, &gpu);
+    for (int i = 0; i < 3; i++) {
+        request = (struct proto_request){.verb = VERB_BUFFER_REGISTER,
+                                         .buffer_register = {i == 1 ? 5 * MIB : 4096, BUFFER_CUDA}};
+        client_call(&c, &request, i == 0 ? STDOUT_FILENO : i == 1 ? fd : -1, &reply, NULL);
+        assert_error(&reply, ERR_BAD_BUFFER);
+    }
+    client_close(&c);
+    close(fd);
+    munmap(ours, 4 * MIB);
+    munmap(theirs, 2 * MIB);
+    assert_healthy(&gpu);
+    daemon_stop(&gpu);
+}
+
 /* S-01, S-03, S-04, S-08, S-12 */
 static void registers_only_what_cannot_hurt(void **state)
 {
@@ -305,6 +384,7 @@ int main(void)
         cmocka_unit_test(makes_sealed_zeroed_regions),
         cmocka_unit_test(refuses_sizes),
         cmocka_unit_test(offers_no_device_buffers),
+        cmocka_unit_test(gives_and_takes_device_memory),
         cmocka_unit_test(registers_only_what_cannot_hurt),
         cmocka_unit_test(keeps_handles_to_their_connection),
         cmocka_unit_test(gives_everything_back),
