@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 
 #include "device.h"
 #include "link.h"
@@ -118,10 +119,28 @@ int fused_connect(const char *socket, const char *name, struct fused **ret)
     return 0;
 }
 
+/* The server takes its pages back when the connection ends: whoever still has the buffer keeps what
+ * is in it as memory of its own, at the same address. Without memory for that it reads as zeros. */
+static void keep_contents(const struct fused_buffer *buffer)
+{
+    size_t size = buffer->shm.size;
+    void *copy = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (copy == MAP_FAILED)
+        return;
+    memcpy(copy, buffer->shm.data, size);
+    if (mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, buffer->shm.data) == MAP_FAILED)
+        munmap(copy, size);
+}
+
 void fused_close(struct fused *f)
 {
     if (!f)
         return;
+    for (const struct fused_buffer *b = f->buffers; b && f->pid == getpid(); b = b->next) {
+        if (b->created)
+            keep_contents(b);
+    }
     close_fd(f->socket);
     close_fd(f->loop_fd);
     close_fd(f->event_fd);
@@ -222,7 +241,10 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
         return link_fail_errno(f, r);
     }
     take_fd(&fd);
-    return buffer_new(f, &shm, ret);
+    r = buffer_new(f, &shm, ret);
+    if (r == 0)
+        (*ret)->created = true;
+    return r;
 }
 
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret)

@@ -88,8 +88,9 @@ int fused_connect(const char *socket, const char *name, struct fused **ret);
 
 /*
  * Closes. Requests without an answer are cancelled by the server; their results are lost. Buffers
- * of this connection become invalid in the server, and their memory is unmapped by
- * fused_buffer_free(), which must still be called. NULL is fine.
+ * of this connection become invalid in the server; what is in them can still be read (a copy is made
+ * of those that the server had made: free them first where that is not wanted). Their memory is
+ * unmapped by fused_buffer_free(), which must still be called. NULL is fine.
  */
 void fused_close(struct fused *f);
 

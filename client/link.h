@@ -67,6 +67,7 @@ struct fused_buffer {
     struct fused *f; /* NULL once the connection is closed */
     struct fused_buffer *next, **link;
     uint32_t handle;
+    bool created;              /* host pages that the server made, and takes back at the end */
     struct shm shm;            /* of a device buffer only its size */
     struct device_map *device; /* NULL: host pages */
 };

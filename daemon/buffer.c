@@ -6,6 +6,10 @@
  * is never given to anybody else. It lives until its last reference is gone: the handle's, and one
  * for each request in flight; the charges are given back when the pages are.
  *
+ * A client may keep its descriptor, and with it pages that nobody is charged for any more. So pages
+ * that were made here are taken out of the region when it is freed: it reads as zeros then, and
+ * what is touched again is the toucher's own memory. Only when the daemon ends are they left.
+ *
  * Two requests in flight may read the same range, but nothing orders a write against another
  * access, so an overlap with a write is refused.
  */
@@ -109,6 +113,7 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->kind = kind;
     buffer->size = size;
     buffer->charged_bytes = charged_bytes;
+    buffer->created = fd < 0 && kind == BUFFER_HOST;
     buffer->fd = fd;
     buffer->made = made;
     buffer->context = context;
@@ -141,6 +146,8 @@ static void run_free(struct work *work)
         owner->ops->memory_free(owner->backend, buffer->memory);
     else if (buffer->memory)
         owner->ops->unpin(owner->backend, buffer->memory);
+    if (buffer->discard)
+        shm_discard(&buffer->shm);
     shm_deinit(&buffer->shm);
 }
 
@@ -157,6 +164,7 @@ struct buffer *buffer_unref(struct buffer *buffer)
     if (--buffer->refs > 0)
         return NULL;
     assert(LIST_EMPTY(&buffer->uses));
+    buffer->discard = buffer->created && !buffer->owner->keep;
     work_queue(buffer->owner->works, &buffer->work, run_free, done_free);
     return NULL;
 }

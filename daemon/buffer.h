@@ -34,6 +34,9 @@ struct buffer {
     struct memory *memory;  /* pinned pages, NULL when the backend pins nothing; device memory */
     LIST_HEAD(, buffer_use) uses;
 
+    bool created; /* its pages were made here, and are charged to us */
+    bool discard; /* while it is freed: give the pages back, too */
+
     /* While it is made: */
     int fd; /* to adopt; once made, to send with the answer; -1: none */
     int result;
@@ -49,6 +52,7 @@ struct buffers {
     const struct backend_ops *ops;
     struct backend *backend;
     bool device_memory; /* the backend has BUFFER_CUDA */
+    bool keep;          /* the daemon ends: clients keep what they have, for the next one */
 };
 
 /*

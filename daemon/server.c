@@ -154,6 +154,7 @@ void server_drain(struct server *server, const char *why)
     if (server->state != SERVER_READY)
         return;
     server->state = SERVER_DRAINING;
+    server->buffers.keep = true;
     server->drain_until_us = clock_us() + (uint64_t)server->config.drain_timeout_ms * 1000;
     log_info("server.drain", "%s: finishing %u queued and %u running requests", why,
              server->scheduler.n_queued, server->scheduler.n_running);

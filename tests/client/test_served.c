@@ -381,12 +381,50 @@ static void test_goes_away(void **state)
     assert_int_equal(served_stop(&other), -1);
 }
 
+/* What is in a buffer outlives its connection, although the daemon takes its pages back. */
+static void test_contents_after_close(void **state)
+{
+    enum { SIZE = 20000 };
+    struct fused_buffer *made, *own;
+    struct fused *f = connect_or_fail();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    uint8_t *data, *shared;
+
+    (void)state;
+    assert_int_equal(fallocate(fd, 0, 0, SIZE), 0);
+    assert_int_equal(fused_buffer_create(f, SIZE, &made), 0);
+    assert_int_equal(fused_buffer_register(f, fd, SIZE, &own), 0);
+    data = fused_buffer_data(made);
+    memset(data, 7, SIZE);
+    memset(fused_buffer_data(own), 8, SIZE);
+    fused_close(f);
+    assert_ptr_equal(fused_buffer_data(made), data);
+    f = connect_or_fail(); /* by the time of an answer the other connection is gone */
+    assert_int_equal(fused_ping(f), 0);
+    poll(NULL, 0, 100);
+    for (size_t i = 0; i < SIZE; i++)
+        assert_int_equal(data[i], 7);
+    shared = mmap(NULL, SIZE, PROT_READ, MAP_SHARED, fd, 0);
+    assert_true(shared != MAP_FAILED);
+    ((uint8_t *)fused_buffer_data(own))[3] = 9; /* still the caller's file */
+    assert_int_equal(shared[3], 9);
+    munmap(shared, SIZE);
+    close(fd);
+    fused_buffer_free(made);
+    fused_buffer_free(own);
+    fused_close(f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_one),        cmocka_unit_test(test_twenty),
-        cmocka_unit_test(test_registered), cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_event_loop), cmocka_unit_test(test_goes_away),
+        cmocka_unit_test(test_one),
+        cmocka_unit_test(test_twenty),
+        cmocka_unit_test(test_registered),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_event_loop),
+        cmocka_unit_test(test_goes_away),
+        cmocka_unit_test(test_contents_after_close),
     };
 
     return cmocka_run_group_tests_name("library against a daemon", tests, setup, teardown);

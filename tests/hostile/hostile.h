@@ -147,7 +147,7 @@ HELPER void judge_first(struct daemon *daemon, struct baseline *ret)
     for (int i = 0; i < 8; i++) {
         assert_healthy(daemon);
         client_start(&client, daemon);
-        client_buffer(&client, 65536, &shm);
+        client_buffer(&client, 4096, &shm);
         shm_deinit(&shm);
         client_close(&client);
     }
