@@ -88,11 +88,13 @@ $(B)/libfused.a: $(call obj,$(SRC_lib) $(SRC_proto))
 	$(SAY) AR $@
 	$(Q)rm -f $@ && ar rcsD $@ $^
 
-$(B)/fused.pc: client/fused.pc.in $(B)/.flags
+# PREFIX is known to nothing else that is built, so installing elsewhere builds nothing again.
+$(B)/fused.pc: client/fused.pc.in FORCE
+	@mkdir -p $(@D)
 	$(Q)sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@VERSION@|$(VERSION)|' $< >$@
 
 # A changed flag, compiler or version rebuilds: the stamp is touched only when its text changes.
-FLAGS_TEXT := $(CC) $(CFLAGS_) $(LDFLAGS_) $(NVCC) $(ARCH) $(PREFIX) $(VERSION)
+FLAGS_TEXT := $(CC) $(CFLAGS_) $(LDFLAGS_) $(NVCC) $(ARCH) $(VERSION)
 $(B)/.flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(subst ','\'',$(FLAGS_TEXT))' | cmp -s - $@ || echo '$(subst ','\'',$(FLAGS_TEXT))' >$@

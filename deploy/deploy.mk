@@ -17,7 +17,26 @@ deps: ## install what building and testing needs (Debian 12; root or sudo)
 deps-if-missing:
 	$(Q)[ '$(DEPS)' = 0 ] || deploy/install-deps.sh --check 2>/dev/null || $(MAKE) --no-print-directory deps
 
-install: all $(MAN) ## install under DESTDIR and PREFIX
+# What systemd reads. The files in the tree say where a package with PREFIX=/usr installs; the template for several instances
+# is made of the unit for one, so that its sandbox cannot lag behind.
+UNIT_DIR := $(DESTDIR)$(PREFIX)/lib/systemd/system
+UNIT_FOR := -e 's|/usr/bin/|$(PREFIX)/bin/|' -e 's|/etc/fused/|$(SYSCONFDIR)/fused/|'
+UNIT_TEMPLATE := -e 's|^Description=.*|& (%i)|' -e 's|fused\.socket|fused@%i.socket|' -e 's|/fused\.conf$$|/%i.conf|' \
+                 -e 's|/run/fused/fused\.sock|/run/fused/%i.sock|'
+
+install-service:
+	$(Q)$(INSTALL) -d $(UNIT_DIR) $(addprefix $(DESTDIR)$(PREFIX)/lib/,sysusers.d tmpfiles.d)
+	$(Q)for u in service socket; do \
+	    sed $(UNIT_FOR) deploy/systemd/fused.$$u >$(UNIT_DIR)/fused.$$u && \
+	    sed $(UNIT_FOR) -e '1,/^$$/d' deploy/systemd/fused.$$u | \
+	        sed $(UNIT_TEMPLATE) >$(UNIT_DIR)/fused@.$$u && \
+	    chmod 644 $(UNIT_DIR)/fused.$$u $(UNIT_DIR)/fused@.$$u || exit 1; done
+	$(Q)for d in sysusers.d tmpfiles.d; do \
+	    $(INSTALL) -m 644 deploy/$$d/fused.conf $(DESTDIR)$(PREFIX)/lib/$$d/ || exit 1; done
+	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -d $(DESTDIR)$(PREFIX)/lib/modules-load.d && \
+	    $(INSTALL) -m 644 deploy/modules-load.d/fused.conf $(DESTDIR)$(PREFIX)/lib/modules-load.d/)
+
+install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(SAY) INSTALL $(DESTDIR)$(PREFIX)
 	$(Q)$(INSTALL) -d $(addprefix $(DESTDIR)$(PREFIX)/,bin lib/pkgconfig include lib/fused share/doc/fused/models.d)
 	$(Q)$(INSTALL) -m 755 $(B)/fused $(B)/fusectl $(DESTDIR)$(PREFIX)/bin/
@@ -33,4 +52,4 @@ install: all $(MAN) ## install under DESTDIR and PREFIX
 	$(Q)$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/fused/models.d $(DESTDIR)$(LOCALSTATEDIR)/lib/fused/weights
 	$(Q)[ -e $(DESTDIR)$(SYSCONFDIR)/fused/fused.conf ] || $(INSTALL) -m 644 config/fused.conf $(DESTDIR)$(SYSCONFDIR)/fused/
 
-.PHONY: deps deps-if-missing install
+.PHONY: deps deps-if-missing install install-service
