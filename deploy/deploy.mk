@@ -45,7 +45,7 @@ install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(Q)$(INSTALL) -m 644 $(B)/fused.pc $(DESTDIR)$(PREFIX)/lib/pkgconfig/
 	$(Q)$(INSTALL) -m 644 client/fused.h $(DESTDIR)$(PREFIX)/include/
 	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -m 644 $(B)/fused-cuda.so $(DESTDIR)$(PREFIX)/lib/fused/)
-	$(Q)$(INSTALL) -m 644 README.md proto/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/fused/
+	$(Q)$(INSTALL) -m 644 README.md SECURITY.md proto/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/fused/
 	$(Q)$(INSTALL) -m 644 client/example.c $(DESTDIR)$(PREFIX)/share/doc/fused/
 	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DESTDIR)$(PREFIX)/share/doc/fused/models.d/
 	$(Q)for m in $(MAN); do d=$(DESTDIR)$(PREFIX)/share/man/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 644 $$m $$d/; done
