@@ -89,7 +89,7 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
-.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now
+.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills
 
 $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
@@ -100,6 +100,26 @@ bench-cpu: $(B)/tests/bench/bench_cpu ## benchmark of the CPU backend, beside Py
 	$(Q)$(B)/tests/bench/bench_cpu $(B)/bench-cpu.json
 
 .PHONY: bench-cpu
+
+# Soak: the same judgement as in tests/hostile, for MINUTES, and on daemons with a planted leak.
+MINUTES ?= 1
+$(B)/tests/soak/soak: $(call obj,tests/soak/soak.c) $(foreach a,$(AR_hostile),$(B)/lib$(a).a)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_TEST) $(LIBS_kernels) $(LIBS_proto)
+
+$(B)/leak.so: $(call obj,tests/soak/leak.c)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ -ldl -pthread
+
+soak-now: $(B)/fused $(B)/tests/soak/soak $(B)/leak.so
+	$(Q)B=$(B) tests/soak/soak.sh $(MINUTES)
+
+soak: ## MINUTES=1: every hostile client beside checked traffic; drift fails, and so must planted leaks
+	$(Q)$(MAKE) --no-print-directory soak-now
+
+kills: $(B)/fused $(B)/tests/hostile/test_kill ## kill -9 of 1,000 clients and 200 daemons under load
+	$(Q)B=$(B) tests/soak/kill.sh
 
 # Fuzzing: every target is built by clang with libFuzzer and both sanitizers, starts from its corpus, and may look for
 # SECONDS divided by the number of targets. What it finds in new coverage stays under $(B)/fuzz/found.
