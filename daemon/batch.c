@@ -1,36 +1,247 @@
 /*
- * batch.c - a model's waiting requests
+ * batch.c - a model's waiting requests, and whose turn it is
  *
- * One first-in-first-out list a priority, bounded by rows over all of them, so that a full queue is
- * an answer and never memory. A batch takes requests strictly in order: one that does not fit any
- * more ends the batch instead of being overtaken, so nothing starves behind smaller ones. A request
- * of more rows than a batch runs alone; the backend works through it in blocks. Pushing, removing
- * and looking at the head take constant time.
+ * Order: priority; then among uids whoever was given the fewest rows so far (start-time fair
+ * queueing); then among the connections of that uid one after the other; then first come. A uid
+ * that had nothing waiting starts at the turn that is served now: it gets its share from then on,
+ * not what it left to others before, and what it owes it still owes.
+ *
+ * A queue has, for each priority, a heap of flows (one a uid), each with a ring of lanes (one a
+ * connection), each a list of requests. Flows and lanes exist only while something waits in them. A
+ * uid's turn also moves when another model's queue serves it, so the keys of a heap may be too low,
+ * never too high: the root is looked at again before it is believed. Pushing and taking cost the
+ * logarithm of the number of uids.
+ *
+ * A queue is bounded by rows, so that a full one is an answer and never memory. A batch takes
+ * requests strictly in order: one that does not fit any more ends the batch instead of being
+ * overtaken, so nothing starves behind smaller ones. A request of more rows than a batch runs
+ * alone; the backend works through it in blocks.
  */
 #include "batch.h"
 
 #include <assert.h>
 #include <errno.h>
+#include <stdlib.h>
 
-void batch_init(struct batch_queue *queue, uint32_t max_rows, uint32_t max_delay_us,
-                uint32_t queue_rows)
+/* What one uid has waiting in one queue at one priority. */
+struct batch_flow {
+    LIST_ENTRY(batch_flow) link; /* of its party */
+    struct batch_queue *queue;
+    struct batch_party *party;
+    unsigned priority;
+    uint64_t key, number; /* the party's turn when last looked at; the older of two equals first */
+    size_t place;         /* in the heap */
+    TAILQ_HEAD(, batch_lane) lanes; /* the next first */
+};
+
+/* What one connection has waiting there. */
+struct batch_lane {
+    LIST_ENTRY(batch_lane) link; /* of its source */
+    TAILQ_ENTRY(batch_lane) ring;
+    struct batch_flow *flow;
+    TAILQ_HEAD(, batch_item) items;
+};
+
+/* ---- the heap ---- */
+
+static bool flow_before(const struct batch_flow *a, const struct batch_flow *b)
 {
-    *queue = (struct batch_queue){
-        .queue_rows = queue_rows, .max_rows = max_rows, .max_delay_us = max_delay_us};
-    for (unsigned i = 0; i <= PROTO_PRIORITY_MAX; i++)
-        TAILQ_INIT(&queue->lists[i]);
+    return a->key != b->key ? a->key < b->key : a->number < b->number;
+}
+
+static void put(struct batch_heap *heap, size_t place, struct batch_flow *flow)
+{
+    heap->flows[place] = flow;
+    flow->place = place;
+}
+
+static void sift_up(struct batch_heap *heap, struct batch_flow *flow)
+{
+    size_t place = flow->place;
+
+    while (place > 0 && flow_before(flow, heap->flows[(place - 1) / 2])) {
+        put(heap, place, heap->flows[(place - 1) / 2]);
+        place = (place - 1) / 2;
+    }
+    put(heap, place, flow);
+}
+
+static void sift_down(struct batch_heap *heap, struct batch_flow *flow)
+{
+    size_t place = flow->place;
+
+    for (;;) {
+        size_t child = 2 * place + 1;
+
+        if (child + 1 < heap->n && flow_before(heap->flows[child + 1], heap->flows[child]))
+            child++;
+        if (child >= heap->n || !flow_before(heap->flows[child], flow))
+            break;
+        put(heap, place, heap->flows[child]);
+        place = child;
+    }
+    put(heap, place, flow);
+}
+
+static int heap_add(struct batch_heap *heap, struct batch_flow *flow)
+{
+    if (heap->n == heap->room) {
+        size_t room = heap->room ? 2 * heap->room : 8;
+        struct batch_flow **flows = reallocarray(heap->flows, room, sizeof(struct batch_flow *));
+
+        if (!flows)
+            return -ENOMEM;
+        heap->flows = flows;
+        heap->room = room;
+    }
+    flow->place = heap->n++;
+    sift_up(heap, flow);
+    return 0;
+}
+
+static void heap_remove(struct batch_heap *heap, struct batch_flow *flow)
+{
+    struct batch_flow *last = heap->flows[--heap->n];
+
+    if (last == flow)
+        return;
+    last->place = flow->place;
+    sift_up(heap, last);
+    sift_down(heap, last);
+}
+
+static struct batch_flow *heap_first(struct batch_heap *heap)
+{
+    while (heap->n > 0) {
+        struct batch_flow *flow = heap->flows[0];
+        uint64_t turn = flow->party->turn[flow->priority];
+
+        if (flow->key == turn)
+            return flow;
+        flow->key = turn;
+        sift_down(heap, flow);
+    }
+    return NULL;
+}
+
+/* ---- flows and lanes ---- */
+
+static struct batch_flow *flow_get(struct batch_queue *queue, struct batch_party *party,
+                                   unsigned priority)
+{
+    uint64_t *turn = &party->turn[priority];
+    struct batch_flow *flow;
+
+    LIST_FOREACH(flow, &party->flows, link)
+    {
+        if (flow->queue == queue && flow->priority == priority)
+            return flow;
+    }
+    flow = calloc(1, sizeof(*flow));
+    if (!flow)
+        return NULL;
+    flow->queue = queue;
+    flow->party = party;
+    flow->priority = priority;
+    flow->number = queue->n_flows++;
+    TAILQ_INIT(&flow->lanes);
+    if (party->n_flows[priority] == 0 && *turn < queue->order->turn[priority])
+        *turn = queue->order->turn[priority];
+    flow->key = *turn;
+    if (heap_add(&queue->heaps[priority], flow) < 0) {
+        free(flow);
+        return NULL;
+    }
+    LIST_INSERT_HEAD(&party->flows, flow, link);
+    party->n_flows[priority]++;
+    return flow;
+}
+
+static void flow_drop_if_empty(struct batch_flow *flow)
+{
+    if (!TAILQ_EMPTY(&flow->lanes))
+        return;
+    heap_remove(&flow->queue->heaps[flow->priority], flow);
+    LIST_REMOVE(flow, link);
+    flow->party->n_flows[flow->priority]--;
+    free(flow);
+}
+
+static struct batch_lane *lane_get(struct batch_flow *flow, struct batch_source *source)
+{
+    struct batch_lane *lane;
+
+    LIST_FOREACH(lane, &source->lanes, link)
+    {
+        if (lane->flow == flow)
+            return lane;
+    }
+    lane = calloc(1, sizeof(*lane));
+    if (!lane)
+        return NULL;
+    lane->flow = flow;
+    TAILQ_INIT(&lane->items);
+    LIST_INSERT_HEAD(&source->lanes, lane, link);
+    TAILQ_INSERT_TAIL(&flow->lanes, lane, ring);
+    return lane;
+}
+
+static void lane_drop_if_empty(struct batch_lane *lane)
+{
+    struct batch_flow *flow = lane->flow;
+
+    if (!TAILQ_EMPTY(&lane->items))
+        return;
+    LIST_REMOVE(lane, link);
+    TAILQ_REMOVE(&flow->lanes, lane, ring);
+    free(lane);
+    flow_drop_if_empty(flow);
+}
+
+/* ---- the queue ---- */
+
+void batch_init(struct batch_queue *queue, struct batch_order *order, uint32_t max_rows,
+                uint32_t max_delay_us, uint32_t queue_rows)
+{
+    *queue = (struct batch_queue){.order = order,
+                                  .queue_rows = queue_rows,
+                                  .max_rows = max_rows,
+                                  .max_delay_us = max_delay_us,
+                                  .latest_us = UINT64_MAX};
+    TAILQ_INIT(&queue->items);
+}
+
+void batch_deinit(struct batch_queue *queue)
+{
+    assert(queue->n == 0);
+    for (unsigned i = 0; i < BATCH_PRIORITIES; i++)
+        free(queue->heaps[i].flows);
+    *queue = (struct batch_queue){0};
 }
 
 int batch_push(struct batch_queue *queue, struct batch_item *item, uint64_t now_us)
 {
+    struct batch_flow *flow;
+
     assert(!item->queued);
     assert(item->rows > 0);
     assert(item->priority <= PROTO_PRIORITY_MAX);
     if (queue->rows + item->rows > queue->queue_rows)
         return -EBUSY;
+    flow = flow_get(queue, item->party, item->priority);
+    if (!flow)
+        return -ENOMEM;
+    item->lane = lane_get(flow, item->source);
+    if (!item->lane) {
+        flow_drop_if_empty(flow);
+        return -ENOMEM;
+    }
     item->arrival_us = now_us;
     item->queued = true;
-    TAILQ_INSERT_TAIL(&queue->lists[item->priority], item, link);
+    TAILQ_INSERT_TAIL(&item->lane->items, item, link);
+    TAILQ_INSERT_TAIL(&queue->items, item, age);
+    if (item->latest_us < queue->latest_us)
+        queue->latest_us = item->latest_us;
     queue->rows += item->rows;
     queue->n++;
     return 0;
@@ -38,51 +249,95 @@ int batch_push(struct batch_queue *queue, struct batch_item *item, uint64_t now_
 
 void batch_remove(struct batch_queue *queue, struct batch_item *item)
 {
+    struct batch_lane *lane = item->lane;
+
     assert(item->queued);
     assert(queue->n > 0);
-    TAILQ_REMOVE(&queue->lists[item->priority], item, link);
+    TAILQ_REMOVE(&lane->items, item, link);
+    TAILQ_REMOVE(&queue->items, item, age);
     item->queued = false;
+    item->lane = NULL;
+    lane_drop_if_empty(lane);
+    if (item->latest_us != UINT64_MAX && item->latest_us == queue->latest_us)
+        queue->is_latest_stale = true;
     queue->rows -= item->rows;
     queue->n--;
 }
 
-struct batch_item *batch_head(const struct batch_queue *queue)
+struct batch_item *batch_head(struct batch_queue *queue)
 {
-    for (unsigned i = PROTO_PRIORITY_MAX + 1; i-- > 0;) {
-        struct batch_item *item = TAILQ_FIRST(&queue->lists[i]);
+    for (unsigned i = BATCH_PRIORITIES; i-- > 0;) {
+        struct batch_flow *flow = heap_first(&queue->heaps[i]);
 
-        if (item)
-            return item;
+        if (flow)
+            return TAILQ_FIRST(&TAILQ_FIRST(&flow->lanes)->items);
     }
     return NULL;
 }
 
 bool batch_before(const struct batch_item *a, const struct batch_item *b)
 {
+    uint64_t turn_a = a->party->turn[a->priority], turn_b = b->party->turn[b->priority];
+
     if (a->priority != b->priority)
         return a->priority > b->priority;
-    return a->arrival_us < b->arrival_us;
+    return turn_a != turn_b ? turn_a < turn_b : a->arrival_us < b->arrival_us;
 }
 
-uint64_t batch_ready_us(const struct batch_queue *queue)
+static uint64_t latest(struct batch_queue *queue)
 {
-    uint64_t oldest_us = UINT64_MAX;
+    const struct batch_item *item;
+
+    if (queue->is_latest_stale) {
+        queue->latest_us = UINT64_MAX;
+        TAILQ_FOREACH(item, &queue->items, age)
+        {
+            if (item->latest_us < queue->latest_us)
+                queue->latest_us = item->latest_us;
+        }
+        queue->is_latest_stale = false;
+    }
+    return queue->latest_us;
+}
+
+static uint64_t delayed_until(const struct batch_queue *queue)
+{
+    return TAILQ_FIRST(&queue->items)->arrival_us + queue->max_delay_us;
+}
+
+uint64_t batch_ready_us(struct batch_queue *queue)
+{
+    uint64_t at_us;
 
     if (queue->n == 0)
         return UINT64_MAX;
     if (queue->rows >= queue->max_rows)
         return 0;
-    for (unsigned i = 0; i <= PROTO_PRIORITY_MAX; i++) {
-        struct batch_item *item = TAILQ_FIRST(&queue->lists[i]);
-
-        if (item && item->arrival_us < oldest_us)
-            oldest_us = item->arrival_us;
-    }
-    return oldest_us + queue->max_delay_us;
+    at_us = delayed_until(queue);
+    /* Fewer than max_rows wait, so looking through them stays short. */
+    return queue->max_delay_us == 0 || at_us < latest(queue) ? at_us : latest(queue);
 }
 
-unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max)
+/* Takes out what is next, and counts it for its uid. */
+static void take(struct batch_queue *queue, struct batch_item *item)
 {
+    struct batch_lane *lane = item->lane;
+    struct batch_flow *flow = lane->flow;
+    uint64_t *turn = &item->party->turn[item->priority];
+    uint64_t *served = &queue->order->turn[item->priority];
+
+    if (*served < *turn)
+        *served = *turn;
+    *turn += item->rows;
+    TAILQ_REMOVE(&flow->lanes, lane, ring);
+    TAILQ_INSERT_TAIL(&flow->lanes, lane, ring);
+    batch_remove(queue, item);
+}
+
+unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max,
+                    uint64_t now_us, enum batch_reason *ret_reason)
+{
+    bool is_due = queue->n > 0 && delayed_until(queue) <= now_us;
     struct batch_item *item;
     uint64_t rows = 0;
     unsigned n = 0;
@@ -90,9 +345,17 @@ unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsign
     while (n < n_max && (item = batch_head(queue))) {
         if (n > 0 && rows + item->rows > queue->max_rows)
             break;
-        batch_remove(queue, item);
+        take(queue, item);
         rows += item->rows;
         items[n++] = item;
     }
+    if (n == 0)
+        return 0;
+    if (queue->n > 0 || rows >= queue->max_rows)
+        *ret_reason = BATCH_FULL;
+    else if (queue->max_delay_us == 0)
+        *ret_reason = BATCH_IDLE;
+    else
+        *ret_reason = is_due ? BATCH_DELAY : BATCH_DEADLINE;
     return n;
 }

@@ -37,6 +37,7 @@ struct conn {
     unsigned n_bad;
 
     struct request_table requests;
+    struct batch_source source; /* what waits of it */
     struct buffer_table buffers;
 
     TAILQ_HEAD(, conn_reply_entry) out;

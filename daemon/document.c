@@ -274,11 +274,12 @@ static void put_histogram(struct doc *doc, const char *key, const struct histogr
 
 void document_stats(struct doc *doc, const char *name, const struct stats *stats)
 {
+    static const char *const reasons[BATCH_REASONS] = {"full", "idle", "delay", "deadline"};
     uint32_t n = 0;
 
     for (unsigned i = 0; i < STATS_ERRORS; i++)
         n += stats->errors[i] > 0;
-    doc_map(doc, 8);
+    doc_map(doc, 9);
     put_str(doc, "model", name);
     put_uint(doc, "requests", stats->requests);
     put_uint(doc, "rows", stats->rows);
@@ -290,6 +291,10 @@ void document_stats(struct doc *doc, const char *name, const struct stats *stats
             put_uint(doc, proto_error_name((enum proto_error)i), stats->errors[i]);
     }
     put_uint(doc, "batch_rows_max", stats->batch_rows_max);
+    doc_key(doc, "closed");
+    doc_map(doc, BATCH_REASONS);
+    for (unsigned i = 0; i < BATCH_REASONS; i++)
+        put_uint(doc, reasons[i], stats->closed[i]);
     put_histogram(doc, "queue_us", &stats->queue_us);
     put_histogram(doc, "run_us", &stats->run_us);
 }

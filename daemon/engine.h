@@ -9,6 +9,7 @@
 
 #include <uv.h>
 
+#include "batch.h"
 #include "kernels/backend.h"
 
 #define ENGINE_JOBS_MAX 1024 /* requests of one batch */
@@ -21,6 +22,7 @@ struct engine_batch {
     struct job jobs[ENGINE_JOBS_MAX];
     void *owners[ENGINE_JOBS_MAX]; /* the request of each job */
     void *version;                 /* whose plan it is */
+    enum batch_reason reason;      /* why it took no more */
     unsigned slot;
     bool busy;
     int result;            /* 0, or why the whole batch failed */

@@ -35,6 +35,7 @@ static void version_destroy(struct version *version)
     if (version->plan)
         version->registry->ops->unload(version->registry->backend, version->plan);
     pipeline_free(version->pipeline);
+    batch_deinit(&version->queue);
 }
 
 static void run_free(struct work *work)
@@ -153,8 +154,8 @@ static int load(struct registry *registry, int models_fd, const char *file, stru
     }
     pipeline_drop_weights(version->pipeline);
     registry->ops->plan_info(version->plan, &version->info);
-    batch_init(&version->queue, version->model.max_rows, version->model.max_delay_us,
-               version->model.queue_rows);
+    batch_init(&version->queue, &registry->order, version->model.max_rows,
+               version->model.max_delay_us, version->model.queue_rows);
     version->load_us = clock_us() - begin_us;
     *ret = version;
     return 0;

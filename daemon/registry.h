@@ -40,6 +40,7 @@ struct version {
     uint64_t load_us;
 
     struct batch_queue queue;
+    uint64_t run_us;             /* that its batches take, smoothed */
     TAILQ_ENTRY(version) active; /* in the scheduler's list while something waits */
     bool is_active;
 };
@@ -57,6 +58,7 @@ struct registry {
     const struct backend_ops *ops;
     struct backend *backend;
     const char *models_dir, *weights_dir;
+    struct batch_order order;                   /* of all queues */
     struct served *served[REGISTRY_MODELS_MAX]; /* ascending names */
     unsigned n;
     struct stats total; /* all models that are or were served */

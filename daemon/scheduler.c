@@ -3,7 +3,7 @@
  *
  * Work-conserving: whenever a slot is free and something may run, a batch is formed, once a turn of
  * the loop, so that everything that arrived in that turn is considered together. Among models the
- * one whose first request has the highest priority, then waits longest, goes first. Requests wait
+ * one goes first whose first request would go first in one queue of all (batch.c). Requests wait
  * in queues of the loop until their batch is formed; from then on they run, and cannot be taken
  * back.
  *
@@ -17,7 +17,10 @@
 #include <sys/timerfd.h>
 
 #include "clock.h"
+#include "conn.h"
 #include "proto/base.h"
+
+#define MARGIN_US 1000 /* from forming a batch for a deadline's sake to its start */
 
 static struct request *request_of_item(struct batch_item *item)
 {
@@ -105,10 +108,11 @@ static struct version *choose(const struct scheduler *scheduler, uint64_t now_us
     return best;
 }
 
-static void launch(struct scheduler *scheduler, struct version *version, struct engine_batch *batch)
+static void launch(struct scheduler *scheduler, struct version *version, struct engine_batch *batch,
+                   uint64_t now_us)
 {
     static struct batch_item *items[ENGINE_JOBS_MAX];
-    unsigned n = batch_form(&version->queue, items, ENGINE_JOBS_MAX);
+    unsigned n = batch_form(&version->queue, items, ENGINE_JOBS_MAX, now_us, &batch->reason);
 
     batch->version = version_ref(version);
     batch->batch = (struct batch){.plan = version->plan, .jobs = batch->jobs, .n_jobs = n};
@@ -140,7 +144,7 @@ static void run(struct scheduler *scheduler)
     expire(scheduler, now_us);
     while ((batch = engine_take(scheduler->engine)) &&
            (version = choose(scheduler, now_us, &next_us)))
-        launch(scheduler, version, batch);
+        launch(scheduler, version, batch, now_us);
     first = deadlines_first(&scheduler->deadlines);
     if (first && first->at_us < next_us)
         next_us = first->at_us;
@@ -156,8 +160,9 @@ static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
     uint64_t rows = batch->batch.rows;
 
     if (batch->result == 0) {
-        stats_batch(&version->served->stats, rows);
-        stats_batch(&version->registry->total, rows);
+        stats_batch(&version->served->stats, rows, batch->reason);
+        stats_batch(&version->registry->total, rows, batch->reason);
+        version->run_us = (3 * version->run_us + batch->ended_us - batch->started_us) / 4;
     }
     for (unsigned i = 0; i < n; i++) {
         struct request *request = batch->owners[i];
@@ -280,9 +285,16 @@ void scheduler_deinit(struct scheduler *scheduler)
 int scheduler_add(struct scheduler *scheduler, struct request *request)
 {
     struct version *version = request->version;
+    uint64_t now_us = clock_us(), needs_us = version->run_us + MARGIN_US;
     int r;
 
-    r = batch_push(&version->queue, &request->item, clock_us());
+    request->item.party = &request->uid->party;
+    request->item.source = &request->conn->source;
+    request->item.latest_us = request->deadline.at_us == UINT64_MAX ? UINT64_MAX
+                              : request->deadline.at_us > needs_us
+                                  ? request->deadline.at_us - needs_us
+                                  : 0;
+    r = batch_push(&version->queue, &request->item, now_us);
     if (r < 0)
         return r;
     if (request->deadline.at_us != UINT64_MAX) {

@@ -55,9 +55,10 @@ uint64_t histogram_percentile(const struct histogram *histogram, unsigned percen
     return histogram->max;
 }
 
-void stats_batch(struct stats *stats, uint64_t rows)
+void stats_batch(struct stats *stats, uint64_t rows, enum batch_reason reason)
 {
     stats->batches++;
+    stats->closed[reason]++;
     if (rows > stats->batch_rows_max)
         stats->batch_rows_max = rows;
 }

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "batch.h"
 #include "proto/proto.h"
 
 #define STATS_ERRORS 16 /* highest error number + 1 */
@@ -19,7 +20,8 @@ struct histogram {
 
 struct stats {
     uint64_t requests, rows, batches, batch_rows_max;
-    uint64_t errors[STATS_ERRORS]; /* by error number */
+    uint64_t closed[BATCH_REASONS]; /* batches, by why they took no more */
+    uint64_t errors[STATS_ERRORS];  /* by error number */
     struct histogram queue_us, run_us;
 };
 
@@ -30,7 +32,7 @@ uint64_t histogram_bound(unsigned i);
 uint64_t histogram_percentile(const struct histogram *histogram, unsigned percent);
 
 /* A batch has ended. */
-void stats_batch(struct stats *stats, uint64_t rows);
+void stats_batch(struct stats *stats, uint64_t rows, enum batch_reason reason);
 /* A request has its answer. */
 void stats_answer(struct stats *stats, enum proto_error error, uint64_t rows, uint64_t queue_us,
                   uint64_t run_us);

@@ -10,6 +10,8 @@
 #include <sys/queue.h>
 #include <sys/types.h>
 
+#include "batch.h"
+
 enum charge {
     CHARGE_CONNECTIONS,
     CHARGE_BUFFERS,
@@ -24,6 +26,7 @@ struct uid {
     uid_t uid;
     unsigned refs;
     uint64_t used[CHARGE_COUNT];
+    struct batch_party party; /* its turn among uids */
 };
 
 struct uids {

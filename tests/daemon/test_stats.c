@@ -61,12 +61,15 @@ static void counts_answers(void **state)
     struct stats stats = {0};
 
     (void)state;
-    stats_batch(&stats, 12);
-    stats_batch(&stats, 5);
+    stats_batch(&stats, 12, BATCH_FULL);
+    stats_batch(&stats, 5, BATCH_DELAY);
     stats_answer(&stats, ERR_NONE, 12, 10, 20);
     stats_answer(&stats, ERR_DEADLINE, 5, 0, 0);
     stats_answer(&stats, ERR_INTERNAL, 5, 0, 0);
     assert_int_equal(stats.batches, 2);
+    assert_int_equal(stats.closed[BATCH_FULL], 1);
+    assert_int_equal(stats.closed[BATCH_DELAY], 1);
+    assert_int_equal(stats.closed[BATCH_IDLE], 0);
     assert_int_equal(stats.batch_rows_max, 12);
     assert_int_equal(stats.requests, 3);
     assert_int_equal(stats.rows, 12);
