@@ -2,34 +2,61 @@
  * fault.c - the wrapped calls behind fault.h
  *
  * Every wrapper counts, then fails or passes on. The state belongs to the thread that armed, so
- * that the other side of a socket, run by a thread of the same test, goes on working.
+ * that the other side of a socket, run by a thread of the same test, goes on working; or, with
+ * fault_arm_others(), to all threads but that one, who then share one count.
  */
 #include "fault.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 static _Thread_local struct {
-    bool armed;
+    bool armed, exempt;
     unsigned n, count;
 } fault;
+
+static struct {
+    atomic_bool armed;
+    unsigned n;
+    atomic_uint count;
+} others;
 
 void fault_arm(unsigned n)
 {
     fault.n = n;
     fault.count = 0;
     fault.armed = true;
+}
+
+void fault_arm_others(unsigned n)
+{
+    fault.exempt = true;
+    others.n = n;
+    atomic_store(&others.count, 0);
+    atomic_store(&others.armed, true);
+}
+
+unsigned fault_disarm_others(void)
+{
+    atomic_store(&others.armed, false);
+    fault.exempt = false;
+    return atomic_load(&others.count);
 }
 
 unsigned fault_count(void)
@@ -58,10 +85,13 @@ unsigned fault_open_fds(void)
 
 static bool fails(int error)
 {
-    if (!fault.armed || ++fault.count != fault.n)
-        return false;
-    errno = error;
-    return true;
+    bool now = fault.armed && ++fault.count == fault.n;
+
+    if (!fault.exempt && atomic_load(&others.armed))
+        now = atomic_fetch_add(&others.count, 1) + 1 == others.n;
+    if (now)
+        errno = error;
+    return now;
 }
 
 /* WRAP(return type, name, error, value of a failure, parameters, arguments) */
@@ -97,6 +127,29 @@ WRAP(int, epoll_ctl, ENOMEM, -1, (int epoll, int op, int fd, struct epoll_event 
      (epoll, op, fd, event))
 WRAP(int, eventfd, EMFILE, -1, (unsigned value, int flags), (value, flags))
 WRAP(int, dup, EMFILE, -1, (int fd), (fd))
+WRAP(void *, aligned_alloc, ENOMEM, NULL, (size_t align, size_t size), (align, size))
+WRAP(void *, reallocarray, ENOMEM, NULL, (void *p, size_t n, size_t size), (p, n, size))
+WRAP(int, bind, EADDRINUSE, -1, (int fd, const struct sockaddr *address, socklen_t n),
+     (fd, address, n))
+WRAP(int, connect, ECONNREFUSED, -1, (int fd, const struct sockaddr *address, socklen_t n),
+     (fd, address, n))
+WRAP(int, listen, EADDRINUSE, -1, (int fd, int backlog), (fd, backlog))
+WRAP(int, rename, EIO, -1, (const char *from, const char *to), (from, to))
+WRAP(int, fchmod, EPERM, -1, (int fd, mode_t mode), (fd, mode))
+WRAP(int, fchownat, EPERM, -1, (int dir, const char *path, uid_t uid, gid_t gid, int flags),
+     (dir, path, uid, gid, flags))
+WRAP(int, flock, EIO, -1, (int fd, int op), (fd, op))
+WRAP(int, fstat, EIO, -1, (int fd, struct stat *st), (fd, st))
+WRAP(int, fstatat, EIO, -1, (int dir, const char *path, struct stat *st, int flags),
+     (dir, path, st, flags))
+WRAP(int, getsockopt, EIO, -1, (int fd, int level, int name, void *value, socklen_t *n),
+     (fd, level, name, value, n))
+WRAP(int, setsockopt, EIO, -1, (int fd, int level, int name, const void *value, socklen_t n),
+     (fd, level, name, value, n))
+WRAP(int, timerfd_create, EMFILE, -1, (int clock, int flags), (clock, flags))
+WRAP(int, pthread_create, EAGAIN, EAGAIN,
+     (pthread_t * thread, const pthread_attr_t *attr, void *(*run)(void *), void *data),
+     (thread, attr, run, data))
 
 /* The variadic ones: their one optional argument is a mode, a number or a pointer. */
 int __real_open(const char *path, int flags, ...);

@@ -18,6 +18,10 @@
  * calls that make a descriptor with EMFILE, all others with EIO. */
 void fault_arm(unsigned n);
 
+/* The same for every thread but this one: the n-th call of all of them together. */
+void fault_arm_others(unsigned n);
+unsigned fault_disarm_others(void);
+
 /* Wrapped calls of this thread since fault_arm(). */
 unsigned fault_count(void);
 

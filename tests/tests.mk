@@ -11,7 +11,8 @@ AR_hostile := kernels proto
 
 # Fail-the-n-th tests (fault_*.c) are linked with their own allocator and system calls in between.
 WRAP := malloc calloc realloc strdup open openat read pread mmap ftruncate fallocate fcntl memfd_create socket accept4 \
-        sendmsg recvmsg epoll_ctl eventfd dup
+        sendmsg recvmsg epoll_ctl eventfd dup aligned_alloc reallocarray bind listen rename fchmod fchownat flock fstat \
+        fstatat getsockopt setsockopt timerfd_create connect pthread_create
 WRAP_FLAGS := $(foreach f,$(WRAP),-Wl,--wrap=$(f))
 
 define area
@@ -89,7 +90,7 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
 	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
 
-.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills
+.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills coverage coverage-now
 
 $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
@@ -120,6 +121,15 @@ soak: ## MINUTES=1: every hostile client beside checked traffic; drift fails, an
 
 kills: $(B)/fused $(B)/tests/hostile/test_kill ## kill -9 of 1,000 clients and 200 daemons under load
 	$(Q)B=$(B) tests/soak/kill.sh
+
+coverage: ## branch coverage of the decoders and the daemon by the suite
+	$(Q)$(MAKE) --no-print-directory CUDA=0 B=$(B)/coverage OPT="-O0 -g" CFLAGS="--coverage -Wno-frame-larger-than" \
+	    LDFLAGS=--coverage coverage-now
+
+coverage-now: all tests
+	$(Q)find $(B)/obj -name '*.gcda' -delete
+	$(Q)$(RUN) $(sort $(filter-out $(TESTS_cpu),$(TESTS))) $(sort $(CLI_TESTS)) >$(B)/suite.log 2>&1; tail -n 1 $(B)/suite.log
+	$(Q)B=$(B) tests/coverage.sh
 
 # Fuzzing: every target is built by clang with libFuzzer and both sanitizers, starts from its corpus, and may look for
 # SECONDS divided by the number of targets. What it finds in new coverage stays under $(B)/fuzz/found.

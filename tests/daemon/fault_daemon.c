@@ -1,7 +1,8 @@
 /*
- * fault_daemon.c - every allocation and system call of the loop thread fails once
+ * fault_daemon.c - every allocation and system call of the daemon fails once
  *
- * A daemon runs in a child whose loop thread is armed: its n-th call fails. Whatever that hits, the
+ * A daemon runs in a child whose loop thread, or all of whose other threads, are armed: the n-th
+ * call fails. Whatever that hits, the
  * daemon either refuses to start with one of its exit codes, or every later request gets an answer
  * or a closed connection, a clean client is then served as ever, no descriptor is left, and SIGTERM
  * ends it with 0.
@@ -19,7 +20,8 @@ static bool is_open;
 static float x[A_ROWS * A_IN];
 static unsigned *n_calls; /* shared with the child: calls that it made */
 
-static void spawn_armed(unsigned n)
+/* `others`: its helper and engine threads instead of its loop. */
+static void spawn_armed(unsigned n, bool others)
 {
     d.pid = fork();
     assert_true(d.pid >= 0);
@@ -31,9 +33,12 @@ static void spawn_armed(unsigned n)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         dup2(log, STDERR_FILENO);
         log_init(LOG_LEVEL_INFO);
-        fault_arm(n);
+        if (others)
+            fault_arm_others(n);
+        else
+            fault_arm(n);
         code = server_run(&options);
-        *n_calls = fault_disarm();
+        *n_calls = others ? fault_disarm_others() : fault_disarm();
         _exit(code);
     }
 }
@@ -138,11 +143,10 @@ static void converse(void)
     is_open = false;
 }
 
-static void survives_every_failure(void **state)
+static void survives(bool others)
 {
     unsigned n_started = 0;
 
-    (void)state;
     golden_read(MODEL_A, "x", x, sizeof(x));
     n_calls = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     assert_true(n_calls != MAP_FAILED);
@@ -151,7 +155,7 @@ static void survives_every_failure(void **state)
     add_model(&d, MODEL_B);
     for (unsigned n = 1; n < 2000; n++) {
         *n_calls = 0;
-        spawn_armed(n);
+        spawn_armed(n, others);
         if (!wait_ready(n))
             continue;
         n_started++;
@@ -165,7 +169,8 @@ static void survives_every_failure(void **state)
             fail_msg("call %u: it did not end with 0", n);
         }
         if (*n_calls < n) {
-            print_message("%u calls, %u of them after the start\n", *n_calls, n_started);
+            print_message("%u calls, %u of them after the start\n", n - 1, n_started - 1);
+            munmap(n_calls, 4096);
             daemon_remove(&d);
             return;
         }
@@ -173,9 +178,24 @@ static void survives_every_failure(void **state)
     fail_msg("there is no end to the calls");
 }
 
+static void survives_every_failure_of_the_loop(void **state)
+{
+    (void)state;
+    survives(false);
+}
+
+static void survives_every_failure_of_helpers(void **state)
+{
+    (void)state;
+    survives(true);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(survives_every_failure)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(survives_every_failure_of_the_loop),
+        cmocka_unit_test(survives_every_failure_of_helpers),
+    };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
