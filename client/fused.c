@@ -11,8 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/timerfd.h>
 
 #include "device.h"
 #include "link.h"
@@ -58,30 +58,16 @@ size_t fused_dtype_size(enum fused_dtype dtype)
     return proto_dtype_size((enum proto_dtype)dtype);
 }
 
-static int say_hello(struct fused *f, const char *name, int64_t deadline)
+static int say_hello(struct fused *f, int64_t deadline)
 {
-    struct proto_request request = {.verb = VERB_HELLO,
-                                    .hello = {PROTO_VERSION_MAX, {name, (uint32_t)strlen(name)}}};
-    struct scan_item item;
-    const uint8_t *limit;
-    size_t n, pos = 0;
+    struct proto_request request = {
+        .verb = VERB_HELLO, .hello = {PROTO_VERSION_MAX, {f->name, (uint32_t)strlen(f->name)}}};
     int r;
 
     r = link_transact(f, &request, -1, deadline);
     if (r == -EPROTO && f->reply.error && !f->reply.has_id)
         return (int)f->reply.error; /* not let in: said without waiting for a message */
-    if (r != 0)
-        return r;
-    f->n_hello = f->reply.document.n_bytes;
-    f->hello = malloc(f->n_hello);
-    if (!f->hello)
-        return -ENOMEM;
-    memcpy(f->hello, f->reply.document.bytes, f->n_hello);
-    if (scan_find(f->hello, f->n_hello, "limits.unread_replies", &limit, &n) == 0 &&
-        scan_item(limit, n, &pos, &item) == 0 && item.type == SCAN_UINT && item.u > 0 &&
-        item.u < LINK_CALLS_MAX)
-        f->unread_max = (uint32_t)item.u;
-    return 0;
+    return r != 0 ? r : link_take_hello(f);
 }
 
 int fused_connect(const char *socket, const char *name, struct fused **ret)
@@ -94,23 +80,28 @@ int fused_connect(const char *socket, const char *name, struct fused **ret)
         return -EINVAL;
     if (!socket)
         socket = secure_getenv("FUSED_SOCKET");
+    if (!socket)
+        socket = PROTO_SOCKET_DEFAULT;
     f = calloc(1, sizeof *f);
     if (!f)
         return -ENOMEM;
     f->pid = getpid();
-    f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->event_fd = -1;
+    f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->timer_fd = -1;
     f->first_free = f->first_done = f->last_done = LINK_NONE;
+    f->wake_ms = LINK_FOREVER;
     f->unread_max = PROTO_UNREAD_MAX;
+    snprintf(f->path, sizeof f->path, "%s", socket);
+    snprintf(f->name, sizeof f->name, "%s", name);
     f->codec = codec_new();
     r = f->codec ? 0 : -ENOMEM;
     if (r == 0)
-        r = f->socket = wire_connect(socket ? socket : PROTO_SOCKET_DEFAULT);
+        r = f->socket = wire_connect(socket);
     if (r >= 0) {
         flags = fcntl(f->socket, F_GETFL);
         r = flags < 0 || fcntl(f->socket, F_SETFL, flags | O_NONBLOCK) < 0 ? -errno : 0;
     }
     if (r == 0)
-        r = say_hello(f, name, deadline);
+        r = say_hello(f, deadline);
     if (r != 0) {
         fused_close(f);
         return r;
@@ -143,11 +134,13 @@ void fused_close(struct fused *f)
     }
     close_fd(f->socket);
     close_fd(f->loop_fd);
-    close_fd(f->event_fd);
+    close_fd(f->timer_fd);
     for (struct fused_buffer *b = f->buffers; b; b = b->next)
         b->f = NULL;
-    for (uint32_t k = 0; k < f->n_calls; k++)
+    for (uint32_t k = 0; k < f->n_calls; k++) {
+        free(f->calls[k].datagram);
         free(f->calls[k].bytes);
+    }
     free(f->calls);
     free(f->kept);
     free(f->hello);
@@ -165,25 +158,36 @@ void fused_set_timeout(struct fused *f, int timeout_ms)
     f->timeout_ms = timeout_ms < 0 ? -1 : timeout_ms;
 }
 
+void fused_set_reconnect(struct fused *f, int limit_ms)
+{
+    f->reconnect_ms = limit_ms < 0 ? -1 : limit_ms;
+    if (limit_ms == 0 && f->wake_ms != LINK_FOREVER && f->pid == getpid())
+        link_break(f, -EPIPE, "the server went away, and is not to be waited for");
+}
+
+unsigned fused_reconnects(const struct fused *f)
+{
+    return f->n_reconnects;
+}
+
 int fused_fd(const struct fused *connection)
 {
     struct fused *f = (struct fused *)connection; /* what is made here is no visible state */
     struct epoll_event event = {.events = EPOLLIN};
-    _cleanup_close_ int loop_fd = -1, event_fd = -1;
+    _cleanup_close_ int loop_fd = -1, timer_fd = -1;
 
     if (f->pid != getpid())
         return -EPERM;
     if (f->loop_fd >= 0)
         return f->loop_fd;
-    event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     loop_fd = epoll_create1(EPOLL_CLOEXEC);
-    if (event_fd < 0 || loop_fd < 0 || epoll_ctl(loop_fd, EPOLL_CTL_ADD, event_fd, &event) < 0 ||
-        epoll_ctl(loop_fd, EPOLL_CTL_ADD, f->socket, &event) < 0)
+    if (timer_fd < 0 || loop_fd < 0 || epoll_ctl(loop_fd, EPOLL_CTL_ADD, timer_fd, &event) < 0 ||
+        (f->socket >= 0 && epoll_ctl(loop_fd, EPOLL_CTL_ADD, f->socket, &event) < 0))
         return link_fail_errno(f, -errno);
-    f->event_fd = take_fd(&event_fd);
+    f->timer_fd = take_fd(&timer_fd);
     f->loop_fd = take_fd(&loop_fd);
-    if (f->first_done != LINK_NONE)
-        link_signal(f);
+    link_signal(f);
     return f->loop_fd;
 }
 
@@ -199,7 +203,8 @@ static int buffer_new(struct fused *f, struct shm *shm, struct fused_buffer **re
 {
     struct fused_buffer *b = calloc(1, sizeof *b);
 
-    shm->fd = close_fd(shm->fd); /* the mapping is enough */
+    if (f->reconnect_ms == 0)
+        shm->fd = close_fd(shm->fd); /* the mapping is enough */
     if (!b) {
         shm_deinit(shm);
         link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
@@ -217,6 +222,33 @@ static int buffer_new(struct fused *f, struct shm *shm, struct fused_buffer **re
     return 0;
 }
 
+/* The region is consumed, also on failure. */
+static int register_shm(struct fused *f, struct shm *shm, struct fused_buffer **ret)
+{
+    struct proto_request request = {.verb = VERB_BUFFER_REGISTER,
+                                    .buffer_register = {shm->size, BUFFER_HOST}};
+    int r;
+
+    r = transact_in_time(f, &request, shm->fd);
+    if (r == 0 && f->reply.buffer.size_bytes != shm->size)
+        r = link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
+    if (r == 0)
+        return buffer_new(f, shm, ret);
+    shm_deinit(shm);
+    return r;
+}
+
+/* Pages that the server made may be taken back when a connection ends: where it is to come back,
+ * they are ours. */
+static int create_own(struct fused *f, size_t size, struct fused_buffer **ret)
+{
+    struct shm shm = SHM_INIT;
+    int r;
+
+    r = shm_create(size, &shm);
+    return r < 0 ? link_fail_errno(f, r) : register_shm(f, &shm, ret);
+}
+
 int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
 {
     struct proto_request request = {.verb = VERB_BUFFER_CREATE,
@@ -228,6 +260,8 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
     r = link_enter(f);
     if (r < 0)
         return r;
+    if (f->reconnect_ms != 0)
+        return create_own(f, size, ret);
     r = transact_in_time(f, &request, -1);
     if (r != 0)
         return r;
@@ -249,8 +283,6 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
 
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret)
 {
-    struct proto_request request = {.verb = VERB_BUFFER_REGISTER,
-                                    .buffer_register = {size, BUFFER_HOST}};
     const char *reason = NULL;
     struct shm shm = SHM_INIT;
     int r;
@@ -261,13 +293,7 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
     r = shm_adopt(memfd, size, &shm, &reason);
     if (r < 0)
         return r == -EINVAL ? link_fail(f, r, "%s", reason) : link_fail_errno(f, r);
-    r = transact_in_time(f, &request, shm.fd);
-    if (r == 0 && f->reply.buffer.size_bytes != size)
-        r = link_break(f, -EPROTO, "the server broke the protocol: a buffer of another size");
-    if (r == 0)
-        return buffer_new(f, &shm, ret);
-    shm_deinit(&shm);
-    return r;
+    return register_shm(f, &shm, ret);
 }
 
 /* The uuid of the server's device, as hello told it. */
@@ -341,10 +367,15 @@ void fused_buffer_free(struct fused_buffer *buffer)
         if (buffer->next)
             buffer->next->link = buffer->link;
         /* Results that come later must not point at it. */
-        for (uint32_t k = 0; k < f->n_calls; k++)
+        for (uint32_t k = 0; k < f->n_calls; k++) {
             if (f->calls[k].result.output.buffer == buffer)
                 f->calls[k].result.output.buffer = NULL;
-        if (link_enter(f) == 0 && !f->broken)
+            if (f->calls[k].input == buffer)
+                f->calls[k].input = NULL;
+        }
+        if (f->joining == buffer)
+            f->joining = NULL;
+        if (link_enter(f) == 0 && !f->broken && buffer->handle != 0)
             link_release(f, buffer->handle, link_deadline(f->timeout_ms));
     }
     if (buffer) {
@@ -421,12 +452,17 @@ static int convert_tensor(struct fused *f, const char *what, const struct fused_
     return 0;
 }
 
+static int64_t deadline_of(uint64_t us)
+{
+    return link_now_ms() + (int64_t)(us / 1000 < INT32_MAX ? us / 1000 : INT32_MAX) + 1;
+}
+
 static int submit(struct fused *f, const struct fused_infer *call, int64_t deadline,
                   uint32_t *ret_index)
 {
     struct proto_request request = {.verb = VERB_INFER};
     struct proto_infer *infer = &request.infer;
-    struct call like = {.state = CALL_SENT, .room_bytes = UINT64_MAX};
+    struct call like = {.state = CALL_SENT, .room_bytes = UINT64_MAX, .fd = -1};
     uint64_t bytes;
     int r;
 
@@ -459,6 +495,10 @@ static int submit(struct fused *f, const struct fused_infer *call, int64_t deadl
         like.answer_bytes +=
             like.room_bytes > FUSED_INLINE_MAX ? FUSED_INLINE_MAX : (uint32_t)like.room_bytes;
     like.result.user = call->user;
+    like.input = call->input.buffer;
+    like.deadline_ms = LINK_FOREVER;
+    if (call->deadline_us != 0 && f->reconnect_ms != 0)
+        like.deadline_ms = deadline_of(call->deadline_us);
     /* Many answers may be waiting; reading them early keeps the server's queue short. */
     while (f->n_unanswered >= f->unread_max / 2 && link_receive(f) > 0)
         ;
@@ -518,8 +558,12 @@ int fused_run(struct fused *f, const struct fused_infer *call, struct fused_resu
         result = f->calls[index].result;
         result.code = r;
         cancel.cancel.target = result.id;
-        link_post(f, &cancel, -1, link_deadline(0), &(struct call){.state = CALL_DROPPED},
-                  &ignored);
+        f->calls[index].is_cancelled = true;
+        if (f->calls[index].state == CALL_HELD)
+            link_finish(f, index, FUSED_CANCELLED, "the request was cancelled");
+        else
+            link_post(f, &cancel, -1, link_deadline(0), &(struct call){.state = CALL_DROPPED},
+                      &ignored);
         link_fail(f, r, "no answer in time; the request was asked to be cancelled");
     } else {
         link_take(f, index, &result);
@@ -593,7 +637,15 @@ int fused_cancel(struct fused *f, uint64_t id)
     if (index == LINK_NONE || f->calls[index].verb != VERB_INFER ||
         f->calls[index].state == CALL_DONE)
         return link_fail(f, FUSED_NOT_FOUND, "%s", gone);
+    f->calls[index].is_cancelled = true;
+    if (f->calls[index].state == CALL_HELD) {
+        link_finish(f, index, FUSED_CANCELLED, "the request was cancelled");
+        return 0;
+    }
     r = transact_in_time(f, &request, -1);
+    index = link_find(f, id);
+    if (r == -EPIPE && index != LINK_NONE && f->calls[index].result.code == FUSED_CANCELLED)
+        return 0; /* its server is gone, and no other gets it */
     if (r != 0)
         return r;
     if (scan_find(f->reply.document.bytes, f->reply.document.n_bytes, "cancelled", &found, &n) < 0)

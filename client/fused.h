@@ -88,9 +88,9 @@ int fused_connect(const char *socket, const char *name, struct fused **ret);
 
 /*
  * Closes. Requests without an answer are cancelled by the server; their results are lost. Buffers
- * of this connection become invalid in the server; what is in them can still be read (a copy is made
- * of those that the server had made: free them first where that is not wanted). Their memory is
- * unmapped by fused_buffer_free(), which must still be called. NULL is fine.
+ * of this connection become invalid in the server; what is in them can still be read (a copy is
+ * made of those that the server had made: free them first where that is not wanted). Their memory
+ * is unmapped by fused_buffer_free(), which must still be called. NULL is fine.
  */
 void fused_close(struct fused *f);
 
@@ -101,6 +101,34 @@ const char *fused_error_text(const struct fused *f);
 /* Limit for every blocking call on this connection, in milliseconds; -1 (the default) waits for
  * ever. A call over its limit answers -ETIMEDOUT, and the connection goes on. */
 void fused_set_timeout(struct fused *f, int timeout_ms);
+
+/*
+ * Coming back by itself. 0 (the default): when the server goes away, every request in flight gets a
+ * result that says -EPIPE, and the connection is at its end. Otherwise, for at most limit_ms from
+ * then on (-1: for ever), the library connects again, registers the memory of every buffer again,
+ * so that your pointers stay valid, and sends what has no answer again. That goes for inferences,
+ * which only write their result, and for calls that only ask or make a buffer; what changes the
+ * server (fused_load() ... fused_log_level()) answers -EPIPE instead: it may have been done. So
+ * that it can be repeated, a request must find its input unchanged and its result unread until its
+ * answer, as is the rule anyway.
+ *
+ * A request that the server refuses because it ends (FUSED_SHUTTING_DOWN, FUSED_GPU_LOST) waits for
+ * the next server, too. Each request still gets exactly one result: that of the server that ran it;
+ * FUSED_DEADLINE when its deadline passes meanwhile; FUSED_CANCELLED when you asked for that;
+ * -EPIPE when the time is over, or when a fourth server ended while it had it. After limit_ms
+ * without a server the connection is at its end. Calls wait meanwhile no longer than
+ * fused_set_timeout() and their own time-out say; what fused_submit() takes goes out later.
+ *
+ * Set it right after fused_connect(): buffers are then memory that this side makes, at a descriptor
+ * each, and those made before (and all that are no host memory) cannot be registered again.
+ * Requests that use those, or one that the new server refuses, get FUSED_BAD_BUFFER. In an event
+ * loop fused_fd() also becomes readable when there is something to do, and fused_next(f, 0, ...)
+ * does it.
+ */
+void fused_set_reconnect(struct fused *f, int limit_ms);
+
+/* How often it came back. fused_hello() has what the newest server said. */
+unsigned fused_reconnects(const struct fused *f);
 
 /* ---- buffers ---- */
 
@@ -126,8 +154,8 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
 int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer **ret);
 
 /* Its address on the GPU (a CUdeviceptr), in every context of this process on that GPU, until
- * fused_buffer_free(); 0 for a buffer of host pages. What the server writes is there once the answer
- * has come; what you write must be there (synchronise your stream) before you send. */
+ * fused_buffer_free(); 0 for a buffer of host pages. What the server writes is there once the
+ * answer has come; what you write must be there (synchronise your stream) before you send. */
 uint64_t fused_buffer_device(const struct fused_buffer *buffer);
 
 /* The mapping: readable and writable, page-aligned, valid until fused_buffer_free(). NULL for a
@@ -199,6 +227,7 @@ struct fused_result {
     uint64_t offset;           /* dropout offset after this request */
     uint64_t queue_us, run_us; /* in the server: waiting, running */
     uint32_t batch_rows;       /* rows of the batch that it ran in */
+    uint32_t repeats;          /* how often it was sent again: see fused_set_reconnect() */
     int late;                  /* the deadline passed while it ran */
     int has_constant;          /* compact result of a constant model */
     double constant;

@@ -20,10 +20,12 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/eventfd.h>
+#include <sys/timerfd.h>
 #include <time.h>
 
+#include "proto/scan.h"
 #include "proto/wire.h"
+#include "rejoin.h"
 
 /* ---- small things ---- */
 
@@ -60,7 +62,7 @@ static int fail_reply(struct fused *f)
     return (int)f->reply.error;
 }
 
-static int64_t now_ms(void)
+int64_t link_now_ms(void)
 {
     struct timespec t;
 
@@ -70,7 +72,7 @@ static int64_t now_ms(void)
 
 int64_t link_deadline(int timeout_ms)
 {
-    return timeout_ms < 0 ? LINK_FOREVER : now_ms() + timeout_ms;
+    return timeout_ms < 0 ? LINK_FOREVER : link_now_ms() + timeout_ms;
 }
 
 int link_enter(struct fused *f)
@@ -103,8 +105,26 @@ static bool calls_grow(struct fused *f)
     return true;
 }
 
+int link_new_call(struct fused *f, const struct call *like, uint32_t *ret_index)
+{
+    uint32_t index;
+
+    if (f->first_free == LINK_NONE && !calls_grow(f))
+        return link_fail(f, f->n_calls < LINK_CALLS_MAX ? -ENOMEM : -ENOBUFS,
+                         "too many requests in flight");
+    index = f->first_free;
+    f->first_free = f->calls[index].next;
+    f->calls[index] = *like;
+    f->calls[index].state = CALL_NEW;
+    f->calls[index].id = ++f->n_ids * LINK_CALLS_MAX + index;
+    f->calls[index].result.id = f->calls[index].id;
+    *ret_index = index;
+    return 0;
+}
+
 static void call_free(struct fused *f, uint32_t index)
 {
+    free(f->calls[index].datagram);
     free(f->calls[index].bytes);
     f->calls[index] = (struct call){.next = f->first_free};
     f->first_free = index;
@@ -119,16 +139,45 @@ uint32_t link_find(const struct fused *f, uint64_t id)
                : LINK_NONE;
 }
 
+/* A time in the past makes the timer readable at once and until it is set again; none at all never.
+ */
 void link_signal(struct fused *f)
 {
-    eventfd_t v;
+    struct itimerspec spec = {0};
+    int64_t at = f->first_done != LINK_NONE ? 0 : f->wake_ms;
 
-    if (f->event_fd < 0)
+    if (f->timer_fd < 0)
         return;
-    if (f->first_done != LINK_NONE)
-        eventfd_write(f->event_fd, 1);
-    else
-        eventfd_read(f->event_fd, &v);
+    if (at != LINK_FOREVER) {
+        spec.it_value.tv_sec = at / 1000;
+        spec.it_value.tv_nsec = at % 1000 * 1000000 + 1;
+    }
+    timerfd_settime(f->timer_fd, TFD_TIMER_ABSTIME, &spec, NULL);
+}
+
+void link_wake_at(struct fused *f, int64_t ms)
+{
+    f->wake_ms = ms;
+    link_signal(f);
+}
+
+/* No answer is to come any more. */
+static void uncount(struct fused *f, struct call *call)
+{
+    if (call->state == CALL_SENT || call->state == CALL_HELD || call->state == CALL_DROPPED) {
+        f->n_unanswered--;
+        f->unanswered_bytes -= call->answer_bytes;
+    }
+    if (call->state == CALL_HELD)
+        f->n_held--;
+    if (call->state == CALL_ORPHAN)
+        f->n_orphans--;
+}
+
+void link_drop(struct fused *f, uint32_t index)
+{
+    uncount(f, &f->calls[index]);
+    call_free(f, index);
 }
 
 static void done_push(struct fused *f, uint32_t index)
@@ -169,6 +218,34 @@ void link_take(struct fused *f, uint32_t index, struct fused_result *ret)
     call_free(f, index);
 }
 
+void link_finish(struct fused *f, uint32_t index, int code, const char *text)
+{
+    struct call *call = &f->calls[index];
+
+    if (call->verb != VERB_INFER) {
+        link_drop(f, index);
+        return;
+    }
+    uncount(f, call);
+    call->result.code = code;
+    call->result.output = (struct fused_tensor){0};
+    copy_text(call->result.text, sizeof call->result.text,
+              (struct proto_str){text, (uint32_t)strlen(text)});
+    done_push(f, index);
+}
+
+void link_hold(struct fused *f, uint32_t index)
+{
+    struct call *call = &f->calls[index];
+
+    if (call->state == CALL_SENT)
+        call->result.repeats++;
+    else
+        f->n_unanswered++, f->unanswered_bytes += call->answer_bytes;
+    call->state = CALL_HELD;
+    f->n_held++;
+}
+
 int link_break(struct fused *f, int error, const char *text)
 {
     if (f->broken)
@@ -176,21 +253,37 @@ int link_break(struct fused *f, int error, const char *text)
     f->broken = error;
     link_fail(f, error, "%s", text);
     for (uint32_t k = 0; k < f->n_calls; k++) {
-        struct call *call = &f->calls[k];
+        enum call_state state = f->calls[k].state;
 
-        if (call->state == CALL_DROPPED || call->state == CALL_ORPHAN ||
-            (call->state == CALL_SENT && call->verb != VERB_INFER)) {
-            call_free(f, k);
-        } else if (call->state == CALL_SENT) {
-            call->result.code = error;
-            call->result.output = (struct fused_tensor){0};
-            copy_text(call->result.text, sizeof call->result.text,
-                      (struct proto_str){f->text, (uint32_t)strlen(f->text)});
-            done_push(f, k);
-        }
+        if (state == CALL_SENT || state == CALL_HELD)
+            link_finish(f, k, error, f->text);
+        else if (state == CALL_DROPPED || state == CALL_ORPHAN || state == CALL_JOIN)
+            link_drop(f, k);
     }
-    f->n_unanswered = f->unanswered_bytes = f->n_orphans = 0;
+    link_wake_at(f, LINK_FOREVER);
     return error;
+}
+
+int link_take_hello(struct fused *f)
+{
+    const uint8_t *limit;
+    struct scan_item item;
+    size_t n, pos = 0;
+    uint8_t *hello;
+
+    hello = malloc(f->reply.document.n_bytes);
+    if (!hello)
+        return -ENOMEM;
+    free(f->hello);
+    f->hello = hello;
+    f->n_hello = f->reply.document.n_bytes;
+    memcpy(hello, f->reply.document.bytes, f->n_hello);
+    f->unread_max = PROTO_UNREAD_MAX;
+    if (scan_find(hello, f->n_hello, "limits.unread_replies", &limit, &n) == 0 &&
+        scan_item(limit, n, &pos, &item) == 0 && item.type == SCAN_UINT && item.u > 0 &&
+        item.u < LINK_CALLS_MAX)
+        f->unread_max = (uint32_t)item.u;
+    return 0;
 }
 
 /* ---- answers ---- */
@@ -246,6 +339,13 @@ static const char *place_output(struct call *call, const struct proto_tensor *fr
     return NULL;
 }
 
+void link_orphan(struct fused *f, uint32_t index, uint32_t handle)
+{
+    f->calls[index].state = CALL_ORPHAN;
+    f->calls[index].buffer = handle;
+    f->n_orphans++;
+}
+
 static const char *finish_inference(struct fused *f, uint32_t index)
 {
     const struct proto_infer_reply *infer = &f->reply.infer;
@@ -286,20 +386,24 @@ static const char *dispatch(struct fused *f, int *fd)
     if (index == LINK_NONE)
         return "an answer to a request that was not made";
     call = &f->calls[index];
-    if (call->state != CALL_SENT && call->state != CALL_DROPPED)
+    if (call->state != CALL_SENT && call->state != CALL_DROPPED && call->state != CALL_JOIN)
         return "two answers to one request";
     if (reply->verb != call->verb && !(reply->error && reply->verb == VERB_COUNT))
         return "an answer to another verb";
     if (brings_fd != (*fd >= 0))
         return brings_fd ? "a buffer without a descriptor" : "a descriptor that belongs to nothing";
-    f->n_unanswered--;
-    f->unanswered_bytes -= call->answer_bytes;
+    if (call->state == CALL_JOIN) {
+        rejoin_answer(f, index);
+        return NULL;
+    }
+    if (f->reconnect_ms != 0 && rejoin_hold(f, index))
+        return NULL;
+    uncount(f, call);
     if (call->verb == VERB_INFER)
         return finish_inference(f, index);
-    if (call->state == CALL_DROPPED && brings_fd) {
-        call->state = CALL_ORPHAN;
-        call->buffer = reply->buffer.buffer;
-        f->n_orphans++;
+    if (call->state == CALL_DROPPED && !reply->error &&
+        (reply->verb == VERB_BUFFER_CREATE || reply->verb == VERB_BUFFER_REGISTER)) {
+        link_orphan(f, index, reply->buffer.buffer);
         return NULL;
     }
     if (call->state == CALL_SENT) {
@@ -308,6 +412,19 @@ static const char *dispatch(struct fused *f, int *fd)
     }
     call_free(f, index);
     return NULL;
+}
+
+/* The connection ended, which need not be the end. */
+static int lose(struct fused *f, int error, const char *text)
+{
+    if (f->state == LINK_UP && f->reconnect_ms == 0)
+        return link_break(f, error, text);
+    if (f->state == LINK_JOINING) {
+        rejoin_drop(f);
+        return 0;
+    }
+    rejoin_begin(f);
+    return link_fail(f, 1, "%s", text);
 }
 
 int link_receive(struct fused *f)
@@ -319,11 +436,16 @@ int link_receive(struct fused *f)
 
     if (f->broken)
         return f->broken;
+    if (f->wake_ms != LINK_FOREVER) {
+        n = rejoin_step(f);
+        if (n != 0 || f->state == LINK_DOWN)
+            return n;
+    }
     n = wire_recv(f->socket, f->rx, sizeof f->rx, &fd);
     if (n == -EAGAIN)
         return 0;
-    if (n == 0)
-        return link_break(f, -EPIPE, "the server closed the connection");
+    if (n == 0 || n == -ECONNRESET)
+        return lose(f, -EPIPE, "the server closed the connection");
     if (n == -EMSGSIZE || n == -EPROTO)
         return link_break(f, -EPROTO, "the server sent a datagram that is too large");
     if (n < 0)
@@ -331,6 +453,10 @@ int link_receive(struct fused *f)
     n = codec_decode_reply(f->codec, f->rx, (size_t)n, &f->reply, &reason);
     if (n == -ENOMEM)
         return link_break(f, n, strerrordesc_np(-n));
+    if (n == 0 && !f->reply.has_id && f->state == LINK_JOINING) {
+        rejoin_drop(f); /* not let in, for now */
+        return 0;
+    }
     if (n == 0 && !f->reply.has_id) {
         copy_text(text, sizeof text, f->reply.text);
         return link_break(f, -EPROTO, text);
@@ -342,24 +468,31 @@ int link_receive(struct fused *f)
     return link_break(f, -EPROTO, text);
 }
 
-/* Waits until the socket is ready for one of the events. 0, -ETIMEDOUT or another errno. */
+/* Waits until the socket is ready for one of the events, or a step is due. 0, -ETIMEDOUT or another
+ * errno. */
 static int wait_ready(struct fused *f, short events, int64_t deadline)
 {
     struct pollfd poller = {.fd = f->socket, .events = events};
 
     for (;;) {
-        int64_t left = deadline == LINK_FOREVER ? -1 : deadline - now_ms();
+        int64_t until = deadline < f->wake_ms ? deadline : f->wake_ms, now;
+        int64_t left = until == LINK_FOREVER ? -1 : until - link_now_ms();
         int r;
 
-        if (deadline != LINK_FOREVER && left < 0)
+        if (until != LINK_FOREVER && left < 0)
             left = 0;
         r = poll(&poller, 1, left > INT32_MAX ? INT32_MAX : (int)left);
         if (r > 0)
             return 0;
         if (r < 0 && errno != EINTR)
             return link_fail_errno(f, -errno);
-        if (r == 0 && left <= INT32_MAX)
+        if (r < 0)
+            continue;
+        now = link_now_ms();
+        if (deadline <= now)
             return link_fail(f, -ETIMEDOUT, "no answer in time");
+        if (f->wake_ms <= now)
+            return 0;
     }
 }
 
@@ -377,9 +510,11 @@ int link_wait(struct fused *f, int64_t deadline)
 
 /* ---- requests ---- */
 
-/* A full socket may mean that the server waits for us to read. */
+/* A full socket may mean that the server waits for us to read. -ECONNRESET: the connection that it
+ * was for is gone, and another one begins. */
 static int send_out(struct fused *f, size_t n, int fd, int64_t deadline)
 {
+    unsigned n_losses = f->n_losses;
     int r;
 
     for (;;) {
@@ -387,15 +522,19 @@ static int send_out(struct fused *f, size_t n, int fd, int64_t deadline)
         if (r == 0)
             return 0;
         if (r == -EPIPE) {
-            while (link_receive(f) > 0)
+            while (f->n_losses == n_losses && link_receive(f) > 0)
                 ;
+            if (f->n_losses != n_losses)
+                return -ECONNRESET;
             return link_break(f, -EPIPE, "the server closed the connection");
         }
         if (r != -EAGAIN)
             return link_fail_errno(f, r);
         r = wait_ready(f, POLLIN | POLLOUT, deadline);
-        while (r == 0 && (r = link_receive(f)) > 0)
+        while (r == 0 && f->n_losses == n_losses && (r = link_receive(f)) > 0)
             r = 0;
+        if (f->n_losses != n_losses)
+            return -ECONNRESET;
         if (r < 0)
             return r;
     }
@@ -409,38 +548,96 @@ static bool has_room(const struct fused *f, const struct call *like)
             f->unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
 }
 
-static int post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
-                const struct call *like, uint32_t *ret_index)
+/* What may be asked of another server if this one goes away: nothing that changes a server. */
+static bool may_repeat(enum verb verb)
 {
-    uint32_t index;
-    int n, r;
+    switch (verb) {
+    case VERB_PING:
+    case VERB_INFER:
+    case VERB_BUFFER_CREATE:
+    case VERB_BUFFER_REGISTER:
+    case VERB_MODEL_LIST:
+    case VERB_MODEL_DESCRIBE:
+    case VERB_STATUS:
+    case VERB_STATS:
+        return true;
+    default:
+        return false;
+    }
+}
 
-    while (!f->broken && !has_room(f, like)) {
+/* Waits until there is room for the answer, and, for what is not held, until the server is there.
+ */
+static int wait_turn(struct fused *f, enum verb verb, int64_t deadline, const struct call *like)
+{
+    int r;
+
+    while (!f->broken &&
+           (!has_room(f, like) ||
+            (verb != VERB_INFER && (f->state != LINK_UP || (f->n_held > 0 && !f->is_leaving))))) {
+        if (like->state == CALL_DROPPED && f->state != LINK_UP)
+            return -EPIPE; /* of the old server, which has forgotten it */
         r = link_wait(f, deadline);
         if (r < 0)
             return r;
     }
-    if (f->broken)
-        return link_fail(f, f->broken, "the connection is closed");
-    if (f->first_free == LINK_NONE && !calls_grow(f))
-        return link_fail(f, f->n_calls < LINK_CALLS_MAX ? -ENOMEM : -ENOBUFS,
-                         "too many requests in flight");
-    index = f->first_free;
-    f->first_free = f->calls[index].next;
-    f->calls[index] = *like;
-    f->calls[index].state = CALL_NEW;
+    return f->broken ? link_fail(f, f->broken, "the connection is closed") : 0;
+}
+
+static int post_row(struct fused *f, uint32_t index, size_t n, int fd, int64_t deadline,
+                    enum call_state state)
+{
+    struct call *call = &f->calls[index];
+    int r = -ECONNRESET;
+
+    if (f->reconnect_ms != 0 && state == CALL_SENT && may_repeat(call->verb)) {
+        call->datagram = malloc(n);
+        if (!call->datagram)
+            return link_fail_errno(f, -ENOMEM);
+        memcpy(call->datagram, f->tx, n);
+        call->n_datagram = (uint32_t)n;
+        call->fd = fd;
+    }
+    if (!call->datagram || f->wake_ms == LINK_FOREVER || call->verb != VERB_INFER)
+        r = send_out(f, n, fd, deadline);
+    call = &f->calls[index];
+    if (r == -ECONNRESET && call->datagram) {
+        link_hold(f, index);
+        link_wake_at(f, 0);
+        return 0;
+    }
+    if (r == -ECONNRESET)
+        return link_fail(f, -EPIPE, "the server closed the connection");
+    if (r == 0) {
+        call->state = state;
+        f->n_unanswered++;
+        f->unanswered_bytes += call->answer_bytes;
+    }
+    return r;
+}
+
+static int post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
+                const struct call *like, uint32_t *ret_index)
+{
+    uint32_t index = 0;
+    int r;
+
+    r = wait_turn(f, request->verb, deadline, like);
+    if (r == 0)
+        r = link_new_call(f, like, &index);
+    if (r < 0)
+        return r;
     f->calls[index].verb = request->verb;
-    f->calls[index].id = request->id = ++f->n_ids * LINK_CALLS_MAX + index;
-    f->calls[index].result.id = request->id;
-    n = codec_encode_request(request, f->tx, sizeof f->tx);
-    r = n < 0 ? link_fail_errno(f, n) : send_out(f, (size_t)n, fd, deadline);
+    request->id = f->calls[index].id;
+    r = codec_encode_request(request, f->tx, sizeof f->tx);
+    if (r < 0)
+        link_fail_errno(f, r);
+    else
+        r = post_row(f, index, (size_t)r, fd, deadline, like->state);
     if (r < 0) {
         call_free(f, index);
         return r;
     }
-    f->calls[index].state = like->state;
-    f->n_unanswered++;
-    f->unanswered_bytes += like->answer_bytes;
     *ret_index = index;
     return 0;
 }
@@ -461,11 +658,23 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
 
         if (f->calls[k].state != CALL_ORPHAN)
             continue;
-        call_free(f, k);
-        f->n_orphans--;
+        link_drop(f, k);
         link_release(f, handle, deadline);
     }
     return post(f, request, fd, deadline, like, ret_index);
+}
+
+/* Nobody waits for that answer any more. */
+static void give_up(struct fused *f, uint64_t id)
+{
+    uint32_t index = link_find(f, id);
+
+    if (index == LINK_NONE)
+        return;
+    if (f->calls[index].state == CALL_HELD)
+        link_drop(f, index);
+    else
+        f->calls[index].state = CALL_DROPPED;
 }
 
 int link_transact(struct fused *f, struct proto_request *request, int fd, int64_t deadline)
@@ -478,10 +687,11 @@ int link_transact(struct fused *f, struct proto_request *request, int fd, int64_
         return r;
     f->answered_id = 0;
     while (f->answered_id != request->id) {
+        if (!f->broken && link_find(f, request->id) == LINK_NONE)
+            return link_fail(f, -EPIPE, "the server went away before it answered");
         r = link_wait(f, deadline);
         if (r < 0) {
-            if (!f->broken)
-                f->calls[index].state = CALL_DROPPED;
+            give_up(f, request->id);
             return r;
         }
     }

@@ -16,9 +16,22 @@
 #define LINK_NONE      UINT32_MAX
 #define LINK_FOREVER   INT64_MAX
 
-/* SENT: somebody waits. DROPPED: nobody does. ORPHAN: a buffer that came for nobody, and goes back
+/* SENT: somebody waits. HELD: somebody waits, and it is sent when the server is back. DROPPED:
+ * nobody waits. JOIN: a request of rejoin.c. ORPHAN: a buffer that came for nobody, and goes back
  * with the next request. DONE: an inference whose result was not taken yet. */
-enum call_state { CALL_FREE, CALL_NEW, CALL_SENT, CALL_DROPPED, CALL_ORPHAN, CALL_DONE };
+enum call_state {
+    CALL_FREE,
+    CALL_NEW,
+    CALL_SENT,
+    CALL_HELD,
+    CALL_DROPPED,
+    CALL_JOIN,
+    CALL_ORPHAN,
+    CALL_DONE
+};
+
+/* DOWN: the next try to connect comes at retry_ms. JOINING: connected, hello or buffers first. */
+enum link_state { LINK_UP, LINK_DOWN, LINK_JOINING };
 
 struct call {
     uint64_t id;
@@ -26,8 +39,14 @@ struct call {
     enum verb verb;
     uint32_t answer_bytes;   /* that its answer may have */
     uint32_t previous, next; /* in the done queue, or next in the free list */
+    uint8_t *datagram;       /* to be sent again, n_datagram bytes, with fd; NULL: not to be */
+    uint32_t n_datagram;
+    int fd;            /* borrowed from the call that waits, or -1 */
+    unsigned n_losses; /* servers that ended while they had it */
     /* Of an inference: */
-    bool is_compact, in_buffer;
+    bool is_compact, in_buffer, is_cancelled;
+    int64_t deadline_ms; /* when has_deadline was asked for, else LINK_FOREVER */
+    struct fused_buffer *input;
     uint32_t buffer;            /* handle, when in_buffer, and of an orphan */
     uint64_t room_bytes;        /* of the output that was declared, if one was */
     void *bytes;                /* inline result that the caller gave no place for; owned */
@@ -39,14 +58,15 @@ struct fused {
     pid_t pid;
     int timeout_ms;
     int broken; /* 0, or why nothing is sent any more */
+    char path[108], name[PROTO_NAME_MAX + 1];
     struct codec *codec;
 
     struct call *calls;
     uint32_t n_calls, first_free, first_done, last_done;
-    uint32_t n_unanswered; /* SENT and DROPPED */
+    uint32_t n_unanswered; /* SENT, HELD and DROPPED */
     uint32_t unanswered_bytes;
-    uint32_t n_inferences; /* SENT and DONE */
-    uint32_t n_orphans;
+    uint32_t n_inferences; /* SENT, HELD and DONE */
+    uint32_t n_orphans, n_held;
     uint32_t unread_max;
     uint64_t n_ids;
 
@@ -54,7 +74,16 @@ struct fused {
     void *kept;     /* inline result handed out last, valid until the next call */
     uint8_t *hello; /* the server's answer to hello, n_hello bytes */
     uint32_t n_hello;
-    int loop_fd, event_fd; /* for event loops: made when asked for, else -1 */
+    int loop_fd, timer_fd; /* for event loops: made when asked for, else -1 */
+
+    /* Coming back: rejoin.c. */
+    int reconnect_ms; /* 0: never, -1: without a limit */
+    enum link_state state;
+    bool is_leaving;                      /* the server refuses inferences, for it ends */
+    int64_t wake_ms;                      /* when rejoin_step() is due; LINK_FOREVER: all is well */
+    int64_t until_ms, retry_ms, pause_ms; /* of the limit; of the next try; after that */
+    unsigned n_losses, n_reconnects;
+    struct fused_buffer *joining; /* that is being registered again */
 
     uint64_t answered_id; /* of the last answer that is no inference; reply and reply_fd hold it */
     struct proto_reply reply;
@@ -66,9 +95,10 @@ struct fused {
 struct fused_buffer {
     struct fused *f; /* NULL once the connection is closed */
     struct fused_buffer *next, **link;
-    uint32_t handle;
+    uint32_t handle;           /* 0: this server does not know it */
     bool created;              /* host pages that the server made, and takes back at the end */
-    struct shm shm;            /* of a device buffer only its size */
+    bool is_joined;            /* registered again, or refused */
+    struct shm shm;            /* of a device buffer only its size; the fd only to register again */
     struct device_map *device; /* NULL: host pages */
 };
 
@@ -79,11 +109,29 @@ int link_fail_errno(struct fused *f, int r);
 /* Every public call begins here. 0, -EINVAL without a connection, -EPERM after fork(). */
 int link_enter(struct fused *f);
 
+int64_t link_now_ms(void);
+
 /* An instant for the functions below; a negative timeout is none. */
 int64_t link_deadline(int timeout_ms);
 
 /* The row of a request in flight, or LINK_NONE. */
 uint32_t link_find(const struct fused *f, uint64_t id);
+
+/* Takes a free row for a call that is like `like`, with a new id, in state CALL_NEW. */
+int link_new_call(struct fused *f, const struct call *like, uint32_t *ret_index);
+
+/* Frees a row, and the room for its answer if one was to come. */
+void link_drop(struct fused *f, uint32_t index);
+
+/* Ends a request without an answer: an inference is done, with that code; of others the row is
+ * freed, which is what their waiting call looks for. */
+void link_finish(struct fused *f, uint32_t index, int code, const char *text);
+
+/* Keeps a request until it can be sent. */
+void link_hold(struct fused *f, uint32_t index);
+
+/* A buffer that came for nobody: the row gives it back with the next request. */
+void link_orphan(struct fused *f, uint32_t index, uint32_t handle);
 
 /* Hands the result of a row in state CALL_DONE over and frees the row. */
 void link_take(struct fused *f, uint32_t index, struct fused_result *ret);
@@ -91,15 +139,21 @@ void link_take(struct fused *f, uint32_t index, struct fused_result *ret);
 /* The server is gone or cannot be trusted: every call ends with that error. Returns it. */
 int link_break(struct fused *f, int error, const char *text);
 
-/* Takes in one answer if one is there. 1, 0, or why the connection is broken. */
+/* Keeps what the server's answer to hello, in f->reply, says. 0 or -ENOMEM. */
+int link_take_hello(struct fused *f);
+
+/* Takes in one answer if one is there. 1 (also for other news), 0, or why the connection is broken.
+ */
 int link_receive(struct fused *f);
 
-/* Waits for one answer and takes it in. 0, -ETIMEDOUT, or why the connection is broken. */
+/* Waits for one answer, or other news, and takes it in. 0, -ETIMEDOUT, or why the connection is
+ * broken. */
 int link_wait(struct fused *f, int64_t deadline);
 
 /*
  * Sends a request as a new call that is like `like` (its verb comes from the request, its id is
- * new), once there is room for its answer. On success the call has like->state. 0 or -errno.
+ * new), once there is room for its answer. On success the call has like->state, or is held until
+ * the server is back. 0 or -errno.
  */
 int link_post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
               const struct call *like, uint32_t *ret_index);
@@ -110,5 +164,6 @@ int link_transact(struct fused *f, struct proto_request *request, int fd, int64_
 /* Gives a buffer back without waiting for the answer. */
 void link_release(struct fused *f, uint32_t handle, int64_t deadline);
 
-/* Writes the number that tells an event loop whether there is a result. */
+/* Tells an event loop whether there is a result, or when something is due. */
 void link_signal(struct fused *f);
+void link_wake_at(struct fused *f, int64_t ms);

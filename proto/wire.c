@@ -105,10 +105,12 @@ int wire_recv(int socket, void *bytes, size_t size, int *ret_fd)
     return (int)n;
 }
 
-int wire_connect(const char *path)
+/* Connects, waiting at most `wait_s` for room in the listener's queue; 0: not at all, and the
+ * socket stays non-blocking. */
+static int connect_path(const char *path, int wait_s)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    struct timeval wait = {.tv_sec = CONNECT_WAIT_S}, none = {0};
+    struct timeval wait = {.tv_sec = wait_s}, none = {0};
     _cleanup_close_ int fd = -1;
     size_t n = strlen(path);
     int r;
@@ -118,18 +120,30 @@ int wire_connect(const char *path)
     if (n >= sizeof address.sun_path)
         return -ENAMETOOLONG;
     memcpy(address.sun_path, path, n + 1);
-    fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | (wait_s ? 0 : SOCK_NONBLOCK), 0);
     if (fd < 0)
         return -errno;
-    /* A listener that accepts nobody has a full queue, in which connect() would wait for ever. */
-    if (setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait) < 0)
+    if (wait_s && setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait) < 0)
         return -errno;
     do {
         r = connect(fd, (struct sockaddr *)&address, sizeof address);
     } while (r < 0 && errno == EINTR);
     if (r < 0)
-        return errno == EAGAIN ? -ETIMEDOUT : -errno;
-    if (setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &none, sizeof none) < 0)
+        return -errno;
+    if (wait_s && setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &none, sizeof none) < 0)
         return -errno;
     return take_fd(&fd);
+}
+
+/* A listener that accepts nobody has a full queue, in which connect() would wait for ever. */
+int wire_connect(const char *path)
+{
+    int r = connect_path(path, CONNECT_WAIT_S);
+
+    return r == -EAGAIN ? -ETIMEDOUT : r;
+}
+
+int wire_connect_now(const char *path)
+{
+    return connect_path(path, 0);
 }

@@ -31,3 +31,7 @@ int wire_recv(int socket, void *bytes, size_t size, int *ret_fd);
 /* Connects to the SOCK_SEQPACKET socket at `path`, close-on-exec, blocking. The fd, -ENAMETOOLONG,
  * -ETIMEDOUT when the listener's queue stays full for 5 s, or -errno. */
 int wire_connect(const char *path);
+
+/* The same without waiting: -EAGAIN when the listener's queue is full. The socket does not block.
+ */
+int wire_connect_now(const char *path);

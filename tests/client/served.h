@@ -29,19 +29,14 @@ static inline const char *served_build(void)
     return build != NULL && build[0] != 0 ? build : "build";
 }
 
-/* Serves the models of a directory with the weights beside them, on that backend. 0 once it
- * answers. */
-static inline int served_start_on(struct served *served, const char *models, const char *backend)
+/* Starts the daemon on the socket of `served`, on that backend. 0 once it answers. */
+static inline int served_again_on(struct served *served, const char *models, const char *backend)
 {
     const struct timespec pause = {.tv_nsec = 20000000};
     char program[256];
     pid_t parent = getpid();
 
     snprintf(program, sizeof(program), "%s/fused", served_build());
-    snprintf(served->dir, sizeof(served->dir), "/tmp/fused-served-XXXXXX");
-    if (mkdtemp(served->dir) == NULL)
-        return -1;
-    snprintf(served->socket, sizeof(served->socket), "%s/s", served->dir);
     served->pid = fork();
     if (served->pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -62,6 +57,17 @@ static inline int served_start_on(struct served *served, const char *models, con
         nanosleep(&pause, NULL);
     }
     return -1;
+}
+
+/* Serves the models of a directory with the weights beside them, on that backend. 0 once it
+ * answers. */
+static inline int served_start_on(struct served *served, const char *models, const char *backend)
+{
+    snprintf(served->dir, sizeof(served->dir), "/tmp/fused-served-XXXXXX");
+    if (mkdtemp(served->dir) == NULL)
+        return -1;
+    snprintf(served->socket, sizeof(served->socket), "%s/s", served->dir);
+    return served_again_on(served, models, backend);
 }
 
 static inline int served_start(struct served *served, const char *models)
