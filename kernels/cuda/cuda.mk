@@ -16,9 +16,7 @@ $(B)/obj/%.cu.o: %.cu $(B)/.flags
 	$(SAY) NVCC $<
 	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -MT $@ -c -o $@ $<
 
-SRC_cuda_only := $(wildcard kernels/cuda/*.c)
-SRC_cuda_whole := $(foreach s,constant conv direct gemm move norm tail,kernels/cuda/$(s).cu) \
-                  $(filter-out %/faultless.c,$(SRC_cuda_only))
+SRC_cuda_whole := $(filter-out %/faulty.cu,$(wildcard kernels/cuda/*.cu)) $(filter-out %/faultless.c,$(wildcard kernels/cuda/*.c))
 LIBS_cuda := -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lcudnn -l:libstdc++.a -lconfig -ljansson -lm -ldl -lrt -pthread
 # Libraries are looked for beside the bundle's programs, then where the toolkit was.
 RPATH_cuda := -Wl,-rpath,'$$ORIGIN/lib:$$ORIGIN/../lib:$(CUDA_HOME)/lib64' -Wl,--exclude-libs,ALL

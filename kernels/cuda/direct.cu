@@ -119,42 +119,15 @@ static __device__ __forceinline__ void write_sums(const struct direct &p,
     }
 }
 
+/* Every plane and line of the window, whose columns are unrolled. */
 template <int KERNEL_W>
-static __global__ void __launch_bounds__(THREADS, 3)
-    direct_kernel(const __grid_constant__ struct direct p)
+static __device__ __forceinline__ void multiply(const struct direct &p, const float4 *weight,
+                                                const float *patch, float (&sum)[OUTS][COLUMNS])
 {
-    extern __shared__ __align__(16) float shared[];
-    float *weights = shared, *patch = shared + p.window * (int)p.shape.in_channels * OUTS;
-    int tile = (int)(blockIdx.x % (unsigned)(p.tiles_h * p.tiles_w));
-    int slice = (int)(blockIdx.x / (unsigned)(p.tiles_h * p.tiles_w));
-    int d = slice % (int)p.shape.out[0];
-    int64_t row = slice / (int)p.shape.out[0];
-    int h = tile / p.tiles_w * TILE_H, w = tile % p.tiles_w * TILE_W;
-    int n_weights = p.window * (int)p.shape.in_channels * OUTS;
-    int column = (int)threadIdx.x % COLUMNS * 4, line = (int)threadIdx.x / COLUMNS;
     int kernel_h = (int)p.shape.kernel[1], planes = (int)(p.shape.in_channels * p.shape.kernel[0]);
-    float sum[OUTS][COLUMNS];
 
-    read_patch(p, p.x + row * p.shape.in_channels * p.shape.in[0] * p.shape.in[1] * p.shape.in[2],
-               d - (int)p.shape.padding[0], h - (int)p.shape.padding[1],
-               w - (int)p.shape.padding[2], patch);
-    for (int i = (int)threadIdx.x * 4; i < n_weights; i += THREADS * 4)
-        __pipeline_memcpy_async(weights + i, p.weights + (int64_t)blockIdx.y * n_weights + i, 16);
-    __pipeline_commit();
-#pragma unroll
-    for (int o = 0; o < OUTS; o++) {
-        float bias = p.bias ? p.bias[blockIdx.y * OUTS + o] : 0.0f;
-
-#pragma unroll
-        for (int k = 0; k < COLUMNS; k++)
-            sum[o][k] = bias;
-    }
-    __pipeline_wait_prior(0);
-    __syncthreads();
-
-    const float4 *weight = (const float4 *)weights;
     for (int plane = 0; plane < planes; plane++) {
-        const float *in = patch + (plane * p.patch_h + line) * PITCH + column;
+        const float *in = patch + plane * p.patch_h * PITCH;
 
 #pragma unroll 1
         for (int kh = 0; kh < kernel_h; kh++, in += PITCH) {
@@ -183,7 +156,41 @@ static __global__ void __launch_bounds__(THREADS, 3)
                 }
         }
     }
+}
 
+template <int KERNEL_W>
+static __global__ void __launch_bounds__(THREADS, 3)
+    direct_kernel(const __grid_constant__ struct direct p)
+{
+    extern __shared__ __align__(16) float shared[];
+    float *weights = shared, *patch = shared + p.window * (int)p.shape.in_channels * OUTS;
+    int tile = (int)(blockIdx.x % (unsigned)(p.tiles_h * p.tiles_w));
+    int slice = (int)(blockIdx.x / (unsigned)(p.tiles_h * p.tiles_w));
+    int d = slice % (int)p.shape.out[0];
+    int64_t row = slice / (int)p.shape.out[0];
+    int h = tile / p.tiles_w * TILE_H, w = tile % p.tiles_w * TILE_W;
+    int n_weights = p.window * (int)p.shape.in_channels * OUTS;
+    int column = (int)threadIdx.x % COLUMNS * 4, line = (int)threadIdx.x / COLUMNS;
+    float sum[OUTS][COLUMNS];
+
+    read_patch(p, p.x + row * p.shape.in_channels * p.shape.in[0] * p.shape.in[1] * p.shape.in[2],
+               d - (int)p.shape.padding[0], h - (int)p.shape.padding[1],
+               w - (int)p.shape.padding[2], patch);
+    for (int i = (int)threadIdx.x * 4; i < n_weights; i += THREADS * 4)
+        __pipeline_memcpy_async(weights + i, p.weights + (int64_t)blockIdx.y * n_weights + i, 16);
+    __pipeline_commit();
+#pragma unroll
+    for (int o = 0; o < OUTS; o++) {
+        float bias = p.bias ? p.bias[blockIdx.y * OUTS + o] : 0.0f;
+
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++)
+            sum[o][k] = bias;
+    }
+    __pipeline_wait_prior(0);
+    __syncthreads();
+
+    multiply<KERNEL_W>(p, (const float4 *)weights, patch + line * PITCH + column, sum);
     if (h + line < p.shape.out[1])
         write_sums(p, sum, row, d, h + line, w + column);
 }

@@ -103,6 +103,10 @@ int64_t tail_tiles(const struct tail *tail, int32_t tile, int64_t n);
 /* `tiles` is tail->tiles[n_segments], which the host knows too. */
 int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struct report *report);
 
+/* outer.cu: the same where a row is one number, an add spreads it, and nothing follows. */
+bool outer_fits(const struct tail *tail);
+int outer_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struct report *report);
+
 /* constant.cu: the guard's look at the input. */
 int tops_cuda(cudaStream_t stream, enum dtype dtype, const void *x, int64_t rows, int64_t elements,
               uint32_t *tops, struct report *report);

@@ -552,6 +552,8 @@ extern "C" int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t t
 {
     if (tiles == 0)
         return 0;
+    if (outer_fits(tail))
+        return outer_cuda(stream, tail, tiles, report);
     switch (tail->source) {
     case TAIL_DIRECT:
         launch_source<TAIL_DIRECT>(stream, tail, (unsigned)tiles);

@@ -208,11 +208,12 @@ static void check_same_bits(const struct pipeline *pipeline, uint32_t rows, uint
 static void test_same_bits_a(void **state)
 {
     static const char *const precision[] = {"fp32", "tf32"};
+    static const int groups[] = {64, 32}; /* of 16 channels, in one kernel; of 32, by cuBLASLt */
     struct pipeline *pipeline;
 
     (void)state;
-    for (int i = 0; i < 2; i++) {
-        pipeline = models_a(&fixture, "float32", precision[i], 2048, 1024, 64);
+    for (int i = 0; i < 4; i++) {
+        pipeline = models_a(&fixture, "float32", precision[i % 2], 2048, 1024, groups[i / 2]);
         check_same_bits(pipeline, 700, 1024, true, 8);
         check_same_bits(pipeline, 130, 48, false, 4);
         pipeline_free(pipeline);

@@ -1,0 +1,96 @@
+/*
+ * outer.cu - the outer sum y[o, n] = m[n] + t[o], the end of the pipeline that this library is for
+ *
+ * A tail (tail.cu) for one shape: a row is one number, an add moves the batch to the fastest place,
+ * and nothing follows. What is left is one addition per number written, so all that counts is to
+ * find n and o with few instructions: one 32-bit division for four neighbours.
+ */
+#include "kernels/cuda/cuda.cuh"
+
+#define THREADS 256
+#define WIDTH   4
+
+template <typename T>
+static __device__ __forceinline__ void outer_store(T *y, const struct segment &seg, int64_t e,
+                                                   int64_t o, uint32_t row, int n,
+                                                   const float v[WIDTH])
+{
+    __align__(16) T four[WIDTH];
+    bool whole = seg.out_row == 0 && seg.out_rows == seg.rows;
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+        round_to(v[k], &four[k]);
+    if (whole && n == WIDTH && (uintptr_t)(y + e) % sizeof(four) == 0) {
+        if (sizeof(T) == 4)
+            __stcs((uint4 *)(y + e), *(const uint4 *)four);
+        else
+            __stcs((uint2 *)(y + e), *(const uint2 *)four);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) {
+        if (k < n)
+            y[o * seg.out_rows + seg.out_row + row] = four[k];
+        if (++row == (uint32_t)seg.rows) {
+            row = 0;
+            o++;
+        }
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(THREADS)
+    outer_kernel(const __grid_constant__ struct tail tail)
+{
+    int s = 0;
+
+    for (int high = tail.n_segments - 1; s < high;) {
+        int middle = (s + high + 1) / 2;
+
+        if (tail.tiles[middle] <= (int32_t)blockIdx.x)
+            s = middle;
+        else
+            high = middle - 1;
+    }
+    const struct segment seg = tail.segments[s];
+    const float *from = tail.from + seg.row;
+    int64_t first = (int64_t)((int32_t)blockIdx.x - tail.tiles[s]) * tail.tile;
+    int64_t elements = seg.rows * tail.elements, o_first = quotient(first, seg.rows);
+    uint32_t rows = (uint32_t)seg.rows, row_first = (uint32_t)(first - o_first * seg.rows);
+    uint32_t size = (uint32_t)(elements - first < tail.tile ? elements - first : tail.tile);
+
+#pragma unroll 2
+    for (uint32_t at = threadIdx.x * WIDTH; at < size; at += THREADS * WIDTH) {
+        uint32_t over = (row_first + at) / rows, row = row_first + at - over * rows;
+        int64_t o = o_first + over;
+        int n = size - at < WIDTH ? (int)(size - at) : WIDTH;
+        float v[WIDTH], with = __ldg(&tail.add.tensor[o]);
+        uint32_t next = row;
+        int64_t next_o = o;
+
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            v[k] = k < n ? __ldg(&from[next]) + with : 0;
+            if (++next == rows) {
+                next = 0;
+                if (++next_o < tail.outer)
+                    with = __ldg(&tail.add.tensor[next_o]);
+            }
+        }
+        outer_store((T *)seg.y, seg, first + at, o, row, n, v);
+    }
+}
+
+extern "C" bool outer_fits(const struct tail *tail)
+{
+    return tail->source == TAIL_ADD && tail->inner == 1 && tail->from_elements == 1 &&
+           tail->add.outer_stride == 1 && tail->n_points == 0 && !tail->to;
+}
+
+extern "C" int outer_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles,
+                          struct report *report)
+{
+    WITH_DTYPE(tail->dtype, T, (outer_kernel<T><<<(unsigned)tiles, THREADS, 0, stream>>>(*tail)));
+    return CUDA_LAUNCHED(report);
+}
