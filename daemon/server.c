@@ -24,11 +24,12 @@
 #include "clock.h"
 #include "service.h"
 
-#define TICK_MS        250
-#define FLUSH_US       1000000  /* for clients to read their last answers */
-#define EXTEND_US      60000000 /* granted for each model that was loaded */
-#define ACCEPTS_A_TURN 64
-#define STATUS_MAX     700
+#define TICK_MS         250
+#define FLUSH_US        1000000  /* for clients to read their last answers */
+#define EXTEND_US       60000000 /* granted for each model that was loaded */
+#define ACCEPTS_A_TURN  64
+#define STATUS_MAX      700
+#define DESCRIPTORS_MIN 32u /* about half of them open when idle */
 
 static void on_tick(uv_timer_t *tick);
 
@@ -499,17 +500,24 @@ static void warn_about_files(const struct server *server)
     warn_if_writable(server->config.weights_dir, "weights_dir");
 }
 
-/* Each connection is a descriptor, and those in flight to clients are counted against this too. */
-static void raise_descriptor_limit(void)
+/* Each connection is a descriptor, and those in flight to clients are counted against this too.
+ * With fewer than a start takes, libuv would abort without a word. */
+static int raise_descriptor_limit(struct report *report)
 {
     struct rlimit limit;
 
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max)
-        return;
-    limit.rlim_cur = limit.rlim_max;
-    if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
-        log_warning("limits.descriptors", "RLIMIT_NOFILE cannot be raised: %s",
-                    strerrordesc_np(errno));
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
+        return 0;
+    if (limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
+            log_warning("limits.descriptors", "RLIMIT_NOFILE cannot be raised: %s",
+                        strerrordesc_np(errno));
+    }
+    if (limit.rlim_max < DESCRIPTORS_MIN)
+        return report_set(report, -EMFILE, "RLIMIT_NOFILE is %llu, at least %u are needed",
+                          (unsigned long long)limit.rlim_max, DESCRIPTORS_MIN);
+    return 0;
 }
 
 static int fail(int code, const char *event, const struct report *report)
@@ -528,7 +536,8 @@ static int prepare(struct server *server)
         return fail(EXIT_CONFIGURATION, "config.failed", &report);
     log_set_level(server->config.log_level);
     warn_about_files(server);
-    raise_descriptor_limit();
+    if (raise_descriptor_limit(&report) < 0)
+        return fail(EXIT_CONFIGURATION, "limits.descriptors", &report);
     server->admin_gid = (gid_t)-1;
     if (server->config.admin_group[0] &&
         access_group(server->config.admin_group, &server->admin_gid) < 0) {
