@@ -7,14 +7,15 @@ B=${B:-build}
 name=fused-bundle limit=$((60 << 20))
 to=$B/$name
 rm -rf "$to"
-mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench" "$to/tests/kernels"
+mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench"
 programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/gpu/test_gpu tests/gpu/test_gpu_golden
-    tests/gpu/test_gpu_random tests/gpu/eval_gpu tests/bench/bench_gpu)
+    tests/gpu/test_gpu_random tests/gpu/eval_gpu tests/bench/bench_gpu tests/demo)
 for p in "${programs[@]}"; do
     [ ! -e "$B/$p" ] || { cp -L "$B/$p" "$to/$p"; strip --strip-debug "$to/$p"; }
 done
 cp tests/gpu/run.sh tests/gpu/torch_check.py "$to/tests/gpu/"
 cp tests/bench/torch_gpu.py "$to/tests/bench/"
+cp tests/demo.sh "$to/tests/"
 cp -r tests/golden "$to/tests/"
 cp -r config "$to/"
 

@@ -150,6 +150,8 @@ int nvml_new(const char *pci_bus_id, struct nvml **ret)
 
 struct nvml *nvml_free(struct nvml *nvml)
 {
+    struct timespec end;
+
     if (!nvml)
         return NULL;
     if (nvml->running) {
@@ -157,7 +159,10 @@ struct nvml *nvml_free(struct nvml *nvml)
         nvml->ending = true;
         pthread_cond_signal(&nvml->wake);
         pthread_mutex_unlock(&nvml->lock);
-        pthread_join(nvml->thread, NULL);
+        clock_gettime(CLOCK_REALTIME, &end);
+        end.tv_sec++;
+        if (pthread_timedjoin_np(nvml->thread, NULL, &end) != 0)
+            return NULL; /* it hangs in the driver, and keeps what it uses */
     }
     if (nvml->library)
         dlclose(nvml->library);

@@ -1,5 +1,5 @@
 #!/bin/bash
-# run.sh check|sanitizer|bench: the GPU tests and benchmarks, in the tree (B=build) or in an unpacked bundle (B=.).
+# run.sh check|sanitizer|bench|demo: the GPU tests, benchmarks and the demo, in the tree (B=build) or in an unpacked bundle (B=.).
 # CUDA's own libraries are taken from where the machine has them; nothing is installed.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -60,8 +60,11 @@ bench)
     cat "$torch"
     timeout 300 "$B/tests/bench/bench_gpu" "$torch" "$B/bench_gpu.json" </dev/null
     ;;
+demo)
+    timeout 300 tests/demo.sh </dev/null
+    ;;
 *)
-    echo "usage: run.sh check|sanitizer|bench" >&2
+    echo "usage: run.sh check|sanitizer|bench|demo" >&2
     exit 64
     ;;
 esac
