@@ -10,7 +10,9 @@
  * The engine thread alone calls start() and poll(). While work is in flight it polls: at first
  * without a pause, because a wake-up costs more than small batches take, later with short naps, so
  * that a long batch does not burn a core. Idle, it looks for `spin_us`, then sleeps on the
- * condition. Batches that end together wake the loop once. After -ENOTRECOVERABLE the thread ends
+ * condition. With fewer cores than the threads that a request passes through (client, loop, engine,
+ * and one to spare) it would look while those it waits for cannot run: then it yields, and sleeps
+ * at once. Batches that end together wake the loop once. After -ENOTRECOVERABLE the thread ends
  * without another call to the backend: the loop answers everybody and ends the process.
  */
 #include "engine.h"
@@ -18,6 +20,7 @@
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -27,6 +30,7 @@
 
 #define SPIN_IN_FLIGHT_US 5000
 #define NAP_NS            50000
+#define SPIN_CORES_MIN    4
 
 TAILQ_HEAD(batches, engine_batch);
 
@@ -34,6 +38,7 @@ struct engine {
     const struct backend_ops *ops;
     struct backend *backend;
     unsigned n_slots, spin_us;
+    bool is_crowded; /* too few cores to spin on one */
 
     /* the loop thread's */
     unsigned n_in_flight;
@@ -45,14 +50,23 @@ struct engine {
     pthread_mutex_t lock;
     pthread_cond_t work;
     struct batches inbox, outbox; /* under lock */
-    bool stop;                    /* under lock */
+    bool stop, asleep;            /* under lock */
     atomic_uint n_inbox;          /* a hint for the spinning thread */
 
     struct engine_batch slots[];
 };
 
-static void pause_briefly(void)
+static bool has_few_cores(void)
 {
+    cpu_set_t set;
+
+    return sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < SPIN_CORES_MIN;
+}
+
+static void pause_briefly(const struct engine *engine)
+{
+    if (engine->is_crowded)
+        sched_yield();
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
@@ -74,8 +88,11 @@ static bool receive(struct engine *engine, struct batches *taken, bool sleep)
     bool stop;
 
     pthread_mutex_lock(&engine->lock);
-    while (sleep && !engine->stop && TAILQ_EMPTY(&engine->inbox))
+    while (sleep && !engine->stop && TAILQ_EMPTY(&engine->inbox)) {
+        engine->asleep = true;
         pthread_cond_wait(&engine->work, &engine->lock);
+    }
+    engine->asleep = false;
     TAILQ_CONCAT(taken, &engine->inbox, link);
     atomic_store_explicit(&engine->n_inbox, 0, memory_order_relaxed);
     stop = engine->stop;
@@ -152,7 +169,7 @@ static void *engine_main(void *argument)
         else if (!idle && clock_us() - since_us >= SPIN_IN_FLIGHT_US)
             nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
         else
-            pause_briefly();
+            pause_briefly(engine);
     }
 }
 
@@ -188,7 +205,8 @@ int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *b
     engine->ops = ops;
     engine->backend = backend;
     engine->n_slots = slots;
-    engine->spin_us = spin_us;
+    engine->is_crowded = has_few_cores();
+    engine->spin_us = engine->is_crowded ? 0 : spin_us;
     engine->done = done;
     engine->context = context;
     TAILQ_INIT(&engine->inbox);
@@ -242,6 +260,8 @@ struct engine_batch *engine_take(struct engine *engine)
 
 void engine_submit(struct engine *engine, struct engine_batch *batch)
 {
+    bool asleep;
+
     assert(!batch->busy);
     batch->busy = true;
     batch->submitted_us = clock_us();
@@ -249,8 +269,11 @@ void engine_submit(struct engine *engine, struct engine_batch *batch)
     pthread_mutex_lock(&engine->lock);
     TAILQ_INSERT_TAIL(&engine->inbox, batch, link);
     atomic_fetch_add_explicit(&engine->n_inbox, 1, memory_order_relaxed);
-    pthread_cond_signal(&engine->work);
+    asleep = engine->asleep;
     pthread_mutex_unlock(&engine->lock);
+    /* Without the lock, or the thread would wake up only to wait for it. */
+    if (asleep)
+        pthread_cond_signal(&engine->work);
 }
 
 struct engine_batch *engine_done(struct engine *engine)

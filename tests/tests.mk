@@ -100,7 +100,15 @@ $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR
 bench-cpu: $(B)/tests/bench/bench_cpu ## benchmark of the CPU backend, beside PyTorch where PYTHON has it
 	$(Q)$(B)/tests/bench/bench_cpu $(B)/bench-cpu.json
 
-.PHONY: bench-cpu
+$(B)/tests/bench/bench_serve: $(call obj,tests/bench/bench_serve.c) $(B)/libfused.a $(B)/libproto.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto)
+
+bench-serve: $(B)/tests/bench/bench_serve $(B)/fused $(B)/fake-backend.so ## what serving adds to bare sockets and timers
+	$(Q)B=$(B) $(B)/tests/bench/bench_serve
+
+.PHONY: bench-cpu bench-serve
 
 # Soak: the same judgement as in tests/hostile, for MINUTES, and on daemons with a planted leak.
 MINUTES ?= 1
