@@ -1,9 +1,10 @@
 /*
  * conn.c - datagrams in, replies out
  *
- * A readable connection is read a few datagrams at a time, so that a flood on one does not hold up
- * the others. Whatever arrives is either dispatched or refused; a received descriptor belongs to
- * the datagram that it came with and is closed with it, unless the verb took it.
+ * A readable connection is read a few datagrams at a time, and only one once its uid has read a few
+ * in this turn of the loop, so that a flood does not hold up the others. Whatever arrives is either
+ * dispatched or refused; a received descriptor belongs to the datagram that it came with and is
+ * closed with it, unless the verb took it.
  *
  * Replies are sent at once if the socket takes them. Those it does not take wait here, bounded in
  * number and bytes; the client that does not read is closed, nobody else waits. Descriptors in
@@ -295,6 +296,19 @@ static bool receive(struct conn *conn)
     return !conn->closing;
 }
 
+/* Each connection reads one datagram a turn of the loop, and more while its uid has read few. */
+static bool may_read_more(struct conn *conn)
+{
+    struct uid *uid = conn->uid;
+    uint64_t turn = conn->server->scheduler.n_turns;
+
+    if (uid->turn != turn) {
+        uid->turn = turn;
+        uid->n_datagrams = 0;
+    }
+    return ++uid->n_datagrams < DATAGRAMS_A_TURN;
+}
+
 static void on_event(uv_poll_t *poll, int status, int events)
 {
     struct conn *conn = poll->data;
@@ -307,10 +321,10 @@ static void on_event(uv_poll_t *poll, int status, int events)
         flush(conn);
     if (!(events & UV_READABLE))
         return;
-    for (unsigned i = 0; i < DATAGRAMS_A_TURN && !conn->closing; i++) {
+    do {
         if (!receive(conn))
             return;
-    }
+    } while (!conn->closing && may_read_more(conn));
 }
 
 /* ---- arrival ---- */

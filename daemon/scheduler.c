@@ -231,7 +231,10 @@ static void on_timer(uv_poll_t *timer, int status, int events)
 
 static void on_turn(uv_check_t *turn)
 {
-    run(turn->data);
+    struct scheduler *scheduler = turn->data;
+
+    scheduler->n_turns++;
+    run(scheduler);
 }
 
 int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct backend_ops *ops,

@@ -18,6 +18,7 @@ struct scheduler {
     struct engine *engine;
     TAILQ_HEAD(, version) active; /* versions with something in their queue */
     struct deadlines deadlines;
+    uint64_t n_turns; /* of the loop */
     uint64_t queued_rows;
     unsigned n_queued, n_running;
     uint64_t answered, refused; /* requests that ended with a result, and with an error */

@@ -27,6 +27,8 @@ struct uid {
     unsigned refs;
     uint64_t used[CHARGE_COUNT];
     struct batch_party party; /* its turn among uids */
+    uint64_t turn;            /* of the loop that n_datagrams were read in */
+    unsigned n_datagrams;
 };
 
 struct uids {

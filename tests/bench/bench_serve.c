@@ -392,6 +392,7 @@ static pid_t flood(const struct served *served)
 
     if (pid == 0) {
         struct fused_infer call = tiny_call();
+        struct pollfd fds[FLOOD_CONNS];
         struct fused *f[FLOOD_CONNS];
         struct fused_result result;
 
@@ -402,14 +403,15 @@ static pid_t flood(const struct served *served)
             for (int k = 0; k < FLOOD_DEPTH; k++)
                 fused_submit(f[i], &call, NULL);
         }
-        for (;;) {
+        for (int i = 0; i < FLOOD_CONNS; i++)
+            fds[i] = (struct pollfd){.fd = fused_fd(f[i]), .events = POLLIN};
+        while (poll(fds, FLOOD_CONNS, 10000) > 0) {
             for (int i = 0; i < FLOOD_CONNS; i++) {
                 while (fused_next(f[i], 0, &result) == 0)
                     fused_submit(f[i], &call, NULL);
             }
-            if (getppid() == 1)
-                _exit(0);
         }
+        _exit(0);
     }
     return pid;
 }
