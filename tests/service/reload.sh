@@ -76,10 +76,10 @@ fails_when_the_device_refuses() {
 
 slow_reload_extends_its_time() {
     reset
-    fake load_ms=700
+    fake load_ms=2000
     systemctl start fused.service
-    dropin short "[Service]" TimeoutStartSec=1500ms
-    serve_model a_3x64x64_g64 a_5x37x96_g12 a_8x64x128_g8
+    dropin short "[Service]" TimeoutStartSec=3500ms
+    serve_model a_3x64x64_g64 a_8x64x128_g8
     systemctl reload fused.service
     infer a_8x64x128_g8
 }

@@ -15,9 +15,9 @@ ready_when_it_serves() {
 
 slow_load_extends_its_time() {
     reset
-    serve_model a_3x64x64_g64 a_5x37x96_g12 a_8x64x128_g8
-    fake load_ms=700
-    dropin short "[Service]" TimeoutStartSec=1500ms
+    serve_model a_3x64x64_g64
+    fake load_ms=2000
+    dropin short "[Service]" TimeoutStartSec=3500ms
     systemctl start fused.service
     is SubState running
     infer
