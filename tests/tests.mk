@@ -27,11 +27,12 @@ $$(B)/tests/$(1)/fault_%: $$(B)/obj/tests/$(1)/fault_%.c.o $$(B)/obj/tests/fault
 	$$(Q)$$(CC) $$(LDFLAGS_) $$(WRAP_FLAGS) -o $$@ $$^ $$(LIBS_TEST) $(foreach a,$(AR_$(1)),$$(LIBS_$(a))) -pthread
 endef
 $(foreach a,$(TEST_AREAS),$(eval $(call area,$(a))))
-TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a)))
+FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a))) $(FUZZ:%=$(B)/tests/fuzz/%)
 .SECONDARY:
 
 
-CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh tests/service/*.sh)
+CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh tests/hostile/*.sh tests/service/*.sh)
 RUN := B=$(B) tests/run.sh
 
 tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load stage ## build the test programs
@@ -143,13 +144,18 @@ coverage-now: all tests
 # SECONDS divided by the number of targets. What it finds in new coverage stays under $(B)/fuzz/found.
 SECONDS ?= 60
 FUZZ_CC := $(firstword $(shell command -v clang-14 clang))
-FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 AR_fuzz := cli daemon fused cpu kernels proto
 
 $(B)/fuzz/fuzz_%: $(B)/obj/tests/fuzz/fuzz_%.c.o $(foreach a,$(AR_fuzz),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -fsanitize=fuzzer -o $@ $^ $(LIBS_daemon) $(LIBS_cli) $(LIBS_kernels) $(LIBS_proto)
+
+# The same without clang, over the corpus only: a part of the suite.
+$(B)/tests/fuzz/fuzz_%: $(B)/obj/tests/fuzz/fuzz_%.c.o $(B)/obj/tests/fuzz/replay.c.o $(foreach a,$(AR_fuzz),$(B)/lib$(a).a)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_daemon) $(LIBS_cli) $(LIBS_kernels) $(LIBS_proto)
 
 fuzz-now: $(FUZZ:%=$(B)/fuzz/%)
 	$(Q)B=$(B) tests/fuzz.sh $(SECONDS) $(FUZZ)
