@@ -11,10 +11,13 @@ NVCCFLAGS := -std=c++17 -O3 -lineinfo -fmad=false -I. $(foreach a,$(ARCH),$(call
              -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wno-unknown-pragmas \
              $(if $(filter 1,$(WERROR)),-Werror all-warnings)
 
-$(B)/obj/%.cu.o: %.cu $(B)/.flags
+# What ptxas says of every kernel is kept beside the object. In the products a spill or a serialised wgmma is an error.
+$(B)/obj/%.cu.o: %.cu $(B)/.flags kernels/cuda/ptxas.sh
 	@mkdir -p $(@D)
 	$(SAY) NVCC $<
-	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -MT $@ -c -o $@ $<
+	$(Q)$(NVCC) $(NVCCFLAGS) -Xptxas -v -MMD -MP -MF $(@:.o=.d) -MT $@ -c -o $@ $< 2>$(@:.o=.ptxas) || \
+	    { cat $(@:.o=.ptxas) >&2; exit 1; }
+	$(Q)kernels/cuda/ptxas.sh $< $(@:.o=.ptxas) || { rm -f $@; exit 1; }
 
 SRC_cuda_whole := $(filter-out %/faulty.cu,$(wildcard kernels/cuda/*.cu)) $(filter-out %/faultless.c,$(wildcard kernels/cuda/*.c))
 LIBS_cuda := -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lcudnn -l:libstdc++.a -lconfig -ljansson -lm -ldl -lrt -pthread

@@ -48,6 +48,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
     struct arena_size *size = &plan->size;
     const struct step *step = &plan->steps[i];
     int stage = b->stage_of[i];
+    uint64_t resident, work;
     struct gemm_size gemm;
 
     if (i < plan->n_steps - 1 && step->kind != STEP_STATS)
@@ -62,6 +63,11 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
         raise(&size->gemm_workspace, gemm.workspace);
         raise(&b->loading, (uint64_t)(b->gemms[stage].in * b->gemms[stage].out) * sizeof(float));
         return gemm.resident;
+    case STEP_LINEAR_NORM_MIN:
+        linear_norm_min_size(&b->fused[stage], &resident, &work);
+        raise(&size->fused, work);
+        raise(&b->loading, (uint64_t)(b->gemms[stage].in * b->gemms[stage].out) * sizeof(float));
+        return resident;
     case STEP_CONV3D:
         raise(&b->loading, conv_resident(&b->convs[stage]));
         return conv_resident(&b->convs[stage]);
@@ -78,7 +84,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
 static void sum_up(struct arena_size *size)
 {
     size->all = size->result + size->stats + size->partial + size->operand + size->exponents +
-                size->sums + size->gemm_workspace + size->workspace + size->tops;
+                size->sums + size->gemm_workspace + size->fused + size->workspace + size->tops;
     for (int i = 0; i < BUFFERS; i++)
         size->all += size->buffers[i];
 }
@@ -217,6 +223,26 @@ static int load_product(const struct builder *b, const struct loader *loader,
     return r;
 }
 
+/* The norm's parameters become part of the prepared weights. */
+static int load_fused(const struct builder *b, const struct loader *loader, int i,
+                      struct report *report)
+{
+    const struct stage *linear = &b->pipeline->stages[b->stage_of[i]];
+    const struct stage *norm = &b->pipeline->stages[b->norm_of[i]];
+    const struct param *params[4] = {&linear->weight, &linear->bias, &norm->weight, &norm->bias};
+    float *at[4] = {NULL};
+    int r = 0;
+
+    for (int p = 0; p < 4 && r == 0; p++)
+        r = new_param(loader, params[p], &at[p], report);
+    if (r == 0)
+        r = linear_norm_min_new(&b->fused[b->stage_of[i]], at[0], at[1], at[2], at[3],
+                                loader->stream, &b->plan->steps[i].fused, report);
+    for (int p = 0; p < 4; p++)
+        cudaFree(at[p]);
+    return r;
+}
+
 static int load_step(struct builder *b, const struct loader *loader, struct gemm_library *library,
                      int i, struct report *report)
 {
@@ -235,6 +261,9 @@ static int load_step(struct builder *b, const struct loader *loader, struct gemm
             r = keep_param(plan, loader, &norm->weight, &step->gamma, report);
         if (r == 0 && norm)
             r = keep_param(plan, loader, &norm->bias, &step->beta, report);
+        break;
+    case STEP_LINEAR_NORM_MIN:
+        r = load_fused(b, loader, i, report);
         break;
     case STEP_TAIL:
         tail = &step->tail->tail;
@@ -279,6 +308,7 @@ static void describe(struct plan *plan)
         [STEP_CONV3D] = "conv3d",
         [STEP_STATS] = "group statistics",
         [STEP_NORM_MIN] = "linear, group_norm, amin",
+        [STEP_LINEAR_NORM_MIN] = "linear, group_norm, amin",
         [STEP_AMIN] = "amin",
     };
     static const char *const tails[] = {
@@ -293,12 +323,15 @@ static void describe(struct plan *plan)
             say(plan, "%s%d pointwise, to %s\n", tails[step->tail->tail.source],
                 step->tail->tail.n_points, i == plan->n_steps - 1 ? "the result" : "memory");
         else
-            say(plan, "%s%s%s\n", names[step->kind], step->gemm || step->conv ? ": " : "",
-                step->gemm   ? gemm_text(step->gemm)
-                : step->conv ? conv_text(step->conv)
-                             : "");
-        plan->launches += step->gemm   ? gemm_launches(step->gemm) + 1
-                          : step->conv ? conv_launches(step->conv, plan->rows_max)
+            say(plan, "%s%s%s\n", names[step->kind],
+                step->gemm || step->conv || step->fused ? ": " : "",
+                step->gemm    ? gemm_text(step->gemm)
+                : step->conv  ? conv_text(step->conv)
+                : step->fused ? linear_norm_min_text(step->fused)
+                              : "");
+        plan->launches += step->gemm    ? gemm_launches(step->gemm) + 1
+                          : step->conv  ? conv_launches(step->conv, plan->rows_max)
+                          : step->fused ? linear_norm_min_launches(step->fused, plan->rows_max)
                           : step->kind == STEP_STATS && plan->size.partial ? 2u
                                                                            : 1u;
     }
@@ -357,6 +390,7 @@ struct plan *plan_free(struct plan *plan)
     }
     for (int i = 0; i < plan->n_steps; i++) {
         gemm_free(plan->steps[i].gemm);
+        linear_norm_min_free(plan->steps[i].fused);
         conv_free(plan->steps[i].conv);
     }
     for (int i = 0; i < plan->n_params; i++)

@@ -7,6 +7,7 @@
 #include "kernels/cuda/conv.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/linear_norm_min.h"
 
 #define SLOTS        3
 #define SEGMENTS_MAX 1024 /* requests, or parts of them, in a block */
@@ -19,8 +20,9 @@ enum step_kind {
     STEP_WIDEN,  /* 16-bit input to float32 */
     STEP_LINEAR, /* products, bias */
     STEP_CONV3D,
-    STEP_STATS,    /* of a group_norm: a tail normalises */
-    STEP_NORM_MIN, /* linear, group_norm, amin over all channels */
+    STEP_STATS,           /* of a group_norm: a tail normalises */
+    STEP_NORM_MIN,        /* linear, group_norm, amin over all channels: products, then a kernel */
+    STEP_LINEAR_NORM_MIN, /* the same in one kernel */
     STEP_AMIN,
     STEP_TAIL
 };
@@ -39,6 +41,7 @@ struct step {
     enum buffer from, to;
     int64_t from_elements, to_elements; /* of a row */
     struct gemm *gemm;                  /* LINEAR, NORM_MIN */
+    struct linear_norm_min *fused;      /* LINEAR_NORM_MIN */
     int64_t gemm_rows;                  /* products per row */
     struct conv *conv;
     int64_t groups, channels, group_size; /* STATS, NORM_MIN */
@@ -61,6 +64,7 @@ struct arena {
     float2 *stats;
     double2 *partial;
     struct gemm_work gemm;
+    void *fused;     /* of linear_norm_min */
     void *workspace; /* of convolutions */
     uint32_t *tops;
     uint32_t *tops_host; /* pinned */
@@ -69,7 +73,7 @@ struct arena {
 
 struct arena_size {
     uint64_t buffers[BUFFERS], result, stats, partial, operand, exponents, sums, gemm_workspace,
-        workspace, tops, all;
+        fused, workspace, tops, all;
 };
 
 struct plan {

@@ -33,6 +33,7 @@ static int new_arena(const struct plan *plan, struct arena *arena, struct report
     arena->gemm.exponents = take(&at, size->exponents);
     arena->gemm.sums = take(&at, size->sums);
     arena->gemm.workspace = take(&at, size->gemm_workspace);
+    arena->fused = take(&at, size->fused);
     arena->workspace = take(&at, size->workspace);
     arena->tops = take(&at, size->tops);
     /* Padding is computed on and never read: it must only be numbers of ours. */
@@ -151,6 +152,10 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
         case STEP_LINEAR:
         case STEP_NORM_MIN:
             r = run_linear(plan, arena, stream, step, block->rows, from, to, report);
+            break;
+        case STEP_LINEAR_NORM_MIN:
+            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->rows, to,
+                                    report);
             break;
         case STEP_CONV3D:
             r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);

@@ -2,7 +2,8 @@
  * steps.c - from a pipeline's stages to a plan's steps
  *
  * Stages are taken in order and fused where a fused step exists:
- *   linear + group_norm + amin over all channels     products, then one kernel (norm_min)
+ *   linear + group_norm + amin over all channels     one kernel where linear_norm_min has the
+ *                                                    shape, else products, then one (norm_min)
  *   group_norm + minimum, clamp, dropout ...         statistics, then one kernel (a tail)
  *   add + minimum, clamp, dropout ...                one tail
  *   minimum, clamp, dropout ...                      one tail
@@ -73,7 +74,20 @@ static void add_linear(struct builder *b)
     };
     if (normed && pipeline->dtype == DTYPE_FLOAT32)
         gemm->centre = norm->group_norm.channels / norm->group_norm.groups;
-    step = add_step(b, fused ? STEP_NORM_MIN : STEP_LINEAR,
+    if (fused)
+        b->fused[b->stage] = (struct linear_norm_min_shape){
+            .kind = gemm->kind,
+            .dtype = pipeline->dtype,
+            .in = gemm->in,
+            .out = gemm->out,
+            .groups = norm->group_norm.groups,
+            .rows = gemm->rows,
+            .eps = (float)norm->group_norm.eps,
+        };
+    step = add_step(b,
+                    !fused                                      ? STEP_LINEAR
+                    : linear_norm_min_fits(&b->fused[b->stage]) ? STEP_LINEAR_NORM_MIN
+                                                                : STEP_NORM_MIN,
                     fused ? 1 : stage->linear.rows * stage->linear.out_features);
     step->gemm_rows = stage->linear.rows;
     if (fused) {

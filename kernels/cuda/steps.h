@@ -14,6 +14,7 @@ struct builder {
     int64_t elements;
     uint64_t loading; /* bytes: the largest weight as float32 */
     struct gemm_shape gemms[MODEL_STAGES_MAX];
+    struct linear_norm_min_shape fused[MODEL_STAGES_MAX];
     struct conv_shape convs[MODEL_STAGES_MAX];
     int stage_of[2 * MODEL_STAGES_MAX + 4]; /* where a step's weights come from */
     int norm_of[2 * MODEL_STAGES_MAX + 4];  /* and those of its group_norm; -1: none */

@@ -1,0 +1,51 @@
+/*
+ * linear_norm_min.h - linear, group_norm over 16 channels, minimum over all channels, fused
+ *
+ * One kernel on sm_90a forms the product with resident weights and reduces it in registers: the
+ * matrix of rows x channels never goes to memory. Other shapes and devices take gemm.h and norm.cu.
+ */
+#pragma once
+
+#include "kernels/cuda/gemm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct linear_norm_min_shape {
+    enum gemm_kind kind;
+    enum dtype dtype; /* of x, and of GEMM_NATIVE's weights */
+    int64_t in, out, groups;
+    int64_t rows; /* at most, in one run */
+    float eps;
+};
+
+/* True when this device and shape have the kernel. */
+bool linear_norm_min_fits(const struct linear_norm_min_shape *shape);
+
+/* Device bytes: of the prepared weights, and of the work space of one run (aligned to 256). */
+void linear_norm_min_size(const struct linear_norm_min_shape *shape, uint64_t *ret_resident,
+                          uint64_t *ret_work);
+
+struct linear_norm_min;
+
+/*
+ * Takes weights [out, in], and bias, gamma, beta [out] (NULL: 0, 1, 0), as float32 in device
+ * memory. The weights are changed on the way; nothing is needed afterwards. Waits for the stream.
+ */
+int linear_norm_min_new(const struct linear_norm_min_shape *shape, const float *weight,
+                        const float *bias, const float *gamma, const float *beta,
+                        cudaStream_t stream, struct linear_norm_min **ret, struct report *report);
+struct linear_norm_min *linear_norm_min_free(struct linear_norm_min *fused);
+
+/* What runs, in words; kernels of a run of that many rows. */
+const char *linear_norm_min_text(const struct linear_norm_min *fused);
+unsigned linear_norm_min_launches(const struct linear_norm_min *fused, int64_t rows);
+
+/* x [rows, in] to the minima of the rows, float32. Only enqueues. */
+int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream, void *work,
+                        const void *x, int64_t rows, float *to, struct report *report);
+
+#ifdef __cplusplus
+}
+#endif
