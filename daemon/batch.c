@@ -14,8 +14,9 @@
  *
  * A queue is bounded by rows, so that a full one is an answer and never memory. A batch takes
  * requests strictly in order: one that does not fit any more ends the batch instead of being
- * overtaken, so nothing starves behind smaller ones. A request of more rows than a batch runs
- * alone; the backend works through it in blocks.
+ * overtaken, so nothing starves behind smaller ones. A request of more rows than a batch is cut: it
+ * gives a batch's rows each time that it is its turn. Where it may not be cut it runs alone; the
+ * backend works through it in blocks.
  */
 #include "batch.h"
 
@@ -318,7 +319,13 @@ uint64_t batch_ready_us(struct batch_queue *queue)
     return queue->max_delay_us == 0 || at_us < latest(queue) ? at_us : latest(queue);
 }
 
-/* Takes out what is next, and counts it for its uid. */
+/* Of what is next, the rows that would run. */
+static uint32_t rows_of(const struct batch_queue *queue, const struct batch_item *item)
+{
+    return item->may_cut && item->rows > queue->max_rows ? queue->max_rows : item->rows;
+}
+
+/* Takes out what is next, or a part of it, and counts it for its uid. */
 static void take(struct batch_queue *queue, struct batch_item *item)
 {
     struct batch_lane *lane = item->lane;
@@ -328,10 +335,14 @@ static void take(struct batch_queue *queue, struct batch_item *item)
 
     if (*served < *turn)
         *served = *turn;
-    *turn += item->rows;
+    item->taken_rows = rows_of(queue, item);
+    item->rows -= item->taken_rows;
+    queue->rows -= item->taken_rows;
+    *turn += item->taken_rows;
     TAILQ_REMOVE(&flow->lanes, lane, ring);
     TAILQ_INSERT_TAIL(&flow->lanes, lane, ring);
-    batch_remove(queue, item);
+    if (item->rows == 0)
+        batch_remove(queue, item);
 }
 
 unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max,
@@ -343,10 +354,10 @@ unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsign
     unsigned n = 0;
 
     while (n < n_max && (item = batch_head(queue))) {
-        if (n > 0 && rows + item->rows > queue->max_rows)
+        if (n > 0 && rows + rows_of(queue, item) > queue->max_rows)
             break;
         take(queue, item);
-        rows += item->rows;
+        rows += item->taken_rows;
         items[n++] = item;
     }
     if (n == 0)

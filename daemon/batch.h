@@ -45,13 +45,15 @@ struct batch_order {
     uint64_t turn[BATCH_PRIORITIES];
 };
 
-/* Embedded in a request. The first five are the caller's. */
+/* Embedded in a request. The first six are the caller's. */
 struct batch_item {
     struct batch_party *party;
     struct batch_source *source;
-    uint64_t latest_us; /* when its batch must be formed at the latest; UINT64_MAX: no matter */
-    uint32_t rows;
-    uint8_t priority; /* 0 ... PROTO_PRIORITY_MAX, higher first */
+    uint64_t latest_us;  /* when its batch must be formed at the latest; UINT64_MAX: no matter */
+    uint32_t rows;       /* that wait */
+    uint8_t priority;    /* 0 ... PROTO_PRIORITY_MAX, higher first */
+    bool may_cut;        /* max_rows at a time, with others' in between */
+    uint32_t taken_rows; /* of it, by batch_form() */
     bool queued;
     uint64_t arrival_us;
     struct batch_lane *lane;
@@ -98,7 +100,8 @@ uint64_t batch_ready_us(struct batch_queue *queue);
 
 /*
  * Takes out the next batch: requests in order while their rows fit in max_rows, at least one and at
- * most n_max. Returns how many; *ret_reason (if there are any) says why no more.
+ * most n_max; of one that was cut the rest stays queued. Returns how many; *ret_reason (if there
+ * are any) says why no more.
  */
 unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max,
                     uint64_t now_us, enum batch_reason *ret_reason);

@@ -248,6 +248,7 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
     job->seed = infer->seed;
     job->offset = infer->offset;
     request->item.rows = job->rows;
+    request->item.may_cut = conn->server->info.parts && !job->compact;
     request->item.priority = infer->priority;
     return true;
 }

@@ -18,8 +18,8 @@ struct conn;
 
 enum request_state {
     REQUEST_WORKING, /* a helper thread has it */
-    REQUEST_QUEUED,  /* waits in its version's queue */
-    REQUEST_RUNNING, /* in a batch that was submitted */
+    REQUEST_QUEUED,  /* waits in its version's queue, all of it */
+    REQUEST_RUNNING, /* in batches that were submitted; a rest of it may still wait */
 };
 
 struct request {
@@ -38,8 +38,9 @@ struct request {
     struct buffer_use in, out;
     struct job job;
     struct proto_tensor output; /* as it is answered */
+    unsigned n_parts;           /* of it, in batches */
     uint64_t started_us, ended_us;
-    uint32_t batch_rows;
+    uint32_t batch_rows; /* of the largest */
 
     size_t n_arena;
     uint8_t arena[] __attribute__((aligned(64))); /* inline input, then inline output */

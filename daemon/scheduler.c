@@ -59,14 +59,12 @@ static void activate(struct scheduler *scheduler, struct version *version)
         TAILQ_REMOVE(&scheduler->active, version, active);
 }
 
-/* Takes a waiting request out of its queue. */
+/* Takes a waiting request, or the rest of one, out of its queue. */
 static void unqueue(struct scheduler *scheduler, struct request *request)
 {
     struct version *version = request->version;
 
-    assert(request->state == REQUEST_QUEUED);
-    if (request->item.queued)
-        batch_remove(&version->queue, &request->item);
+    batch_remove(&version->queue, &request->item);
     deadlines_remove(&scheduler->deadlines, &request->deadline);
     scheduler->queued_rows -= request->item.rows;
     scheduler->n_queued--;
@@ -118,13 +116,23 @@ static void launch(struct scheduler *scheduler, struct version *version, struct 
     batch->batch = (struct batch){.plan = version->plan, .jobs = batch->jobs, .n_jobs = n};
     for (unsigned i = 0; i < n; i++) {
         struct request *request = request_of_item(items[i]);
+        uint32_t rows = request->item.taken_rows;
 
-        unqueue(scheduler, request);
-        request->state = REQUEST_RUNNING;
         batch->owners[i] = request;
         batch->jobs[i] = request->job;
-        batch->batch.rows += request->item.rows;
+        if (rows < request->job.rows) {
+            batch->jobs[i].first_row = request->job.rows - request->item.rows - rows;
+            batch->jobs[i].part_rows = rows;
+        }
+        batch->batch.rows += rows;
+        scheduler->queued_rows -= rows;
+        if (!request->item.queued)
+            scheduler->n_queued--;
+        deadlines_remove(&scheduler->deadlines, &request->deadline);
+        request->state = REQUEST_RUNNING;
+        request->n_parts++;
     }
+    activate(scheduler, version);
     scheduler->n_running += n;
     engine_submit(scheduler->engine, batch);
 }
@@ -151,12 +159,33 @@ static void run(struct scheduler *scheduler)
     set_timer(scheduler, next_us);
 }
 
+/* A request, or a part of it, has ended. False: others of it have not. */
+static bool end_part(struct scheduler *scheduler, struct request *request,
+                     const struct engine_batch *batch, const struct job *job)
+{
+    uint64_t rows = batch->batch.rows < UINT32_MAX ? batch->batch.rows : UINT32_MAX;
+    int r = batch->result < 0 ? batch->result : job->result;
+
+    if (r < 0)
+        request->job.result = r;
+    request->job.n_full = job->n_full;
+    if (request->started_us == 0 || batch->started_us < request->started_us)
+        request->started_us = batch->started_us;
+    if (batch->ended_us > request->ended_us)
+        request->ended_us = batch->ended_us;
+    if (rows > request->batch_rows)
+        request->batch_rows = (uint32_t)rows;
+    if (request->item.queued && r < 0)
+        unqueue(scheduler, request);
+    return --request->n_parts == 0 && !request->item.queued;
+}
+
 /* Takes the results over and frees the slot. Returns the number of requests in `ended`. */
 static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
                         struct request **ended)
 {
     struct version *version = batch->version;
-    unsigned n = batch->batch.n_jobs;
+    unsigned n_jobs = batch->batch.n_jobs, n = 0;
     uint64_t rows = batch->batch.rows;
 
     if (batch->result == 0) {
@@ -164,18 +193,11 @@ static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
         stats_batch(&version->registry->total, rows, batch->reason);
         version->run_us = (3 * version->run_us + batch->ended_us - batch->started_us) / 4;
     }
-    for (unsigned i = 0; i < n; i++) {
-        struct request *request = batch->owners[i];
-
-        request->job = batch->jobs[i];
-        if (batch->result < 0)
-            request->job.result = batch->result;
-        request->started_us = batch->started_us;
-        request->ended_us = batch->ended_us;
-        request->batch_rows = (uint32_t)(rows < UINT32_MAX ? rows : UINT32_MAX);
-        ended[i] = request;
+    for (unsigned i = 0; i < n_jobs; i++) {
+        if (end_part(scheduler, batch->owners[i], batch, &batch->jobs[i]))
+            ended[n++] = batch->owners[i];
     }
-    scheduler->n_running -= n;
+    scheduler->n_running -= n_jobs;
     engine_release(scheduler->engine, batch);
     version_unref(version);
     return n;
@@ -319,6 +341,8 @@ void scheduler_cancel(struct scheduler *scheduler, struct request *request)
     request->cancelled = true;
     if (request->state == REQUEST_QUEUED)
         end_queued(scheduler, request, ERR_CANCELLED);
+    else if (request->item.queued)
+        unqueue(scheduler, request);
 }
 
 void scheduler_abandon(struct scheduler *scheduler, struct request *request)
@@ -331,8 +355,14 @@ void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error, boo
 {
     struct version *version;
 
-    while ((version = TAILQ_FIRST(&scheduler->active)))
-        end_queued(scheduler, request_of_item(batch_head(&version->queue)), error);
+    while ((version = TAILQ_FIRST(&scheduler->active))) {
+        struct request *request = request_of_item(batch_head(&version->queue));
+
+        if (request->state == REQUEST_QUEUED)
+            end_queued(scheduler, request, error);
+        else
+            unqueue(scheduler, request);
+    }
     for (unsigned i = 0; running && i < BACKEND_SLOTS_MAX; i++) {
         struct engine_batch *batch = engine_slot(scheduler->engine, i);
 

@@ -35,6 +35,7 @@ struct backend_info {
     char uuid[48];      /* empty when there is none */
     unsigned slots;     /* batches that may be started before one has ended */
     bool device_memory; /* memory_create and memory_import work */
+    bool parts;         /* jobs may be parts of a request */
     uint64_t memory_total_bytes, memory_free_bytes; /* device memory; 0 on the CPU */
     int temperature_c, power_w, clock_mhz;          /* -1: not known */
     char driver[32], runtime[32];                   /* versions; empty when there are none */
@@ -56,6 +57,9 @@ struct job {
                         constant result */
     struct memory *x_memory, *y_memory; /* where x and y lie; NULL: plain host memory */
     uint32_t rows; /* at least 1; may exceed the plan's max_rows: a backend works in blocks */
+    /* Only part_rows of them from first_row on; 0: all. x, y and rows stay the whole request's.
+     * Only where the backend says `parts`; not with compact. */
+    uint32_t first_row, part_rows;
     bool train, compact;
     uint64_t seed, offset;
 
@@ -70,7 +74,7 @@ struct batch {
     struct plan *plan;
     struct job *jobs;
     unsigned n_jobs;
-    uint64_t rows; /* sum of the jobs' */
+    uint64_t rows; /* sum of the jobs', of parts only theirs */
 };
 
 struct backend_ops {

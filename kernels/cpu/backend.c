@@ -65,8 +65,12 @@ static void fill_info(struct backend_info *info, unsigned workers)
 {
     char name[80];
 
-    *info = (struct backend_info){
-        .name = "cpu", .slots = 1, .temperature_c = -1, .power_w = -1, .clock_mhz = -1};
+    *info = (struct backend_info){.name = "cpu",
+                                  .slots = 1,
+                                  .parts = true,
+                                  .temperature_c = -1,
+                                  .power_w = -1,
+                                  .clock_mhz = -1};
     processor_name(name, sizeof(name));
     snprintf(info->device, sizeof(info->device), "%s, %u worker%s, %s", name, workers,
              workers == 1 ? "" : "s", onednn_isa());

@@ -431,6 +431,10 @@ static int check_job(const struct plan *plan, struct job *job)
     job->n_full = 0;
     if (job->rows == 0 || !job->x || !job->y)
         return -EINVAL;
+    if (job->first_row > job->rows || job->part_rows > job->rows - job->first_row)
+        return -EINVAL;
+    if (job->compact && job->part_rows > 0)
+        return -EINVAL;
     if (__builtin_mul_overflow(elements * dtype_size(plan->dtype), job->rows, &size))
         return -EINVAL;
     if (!job->compact)
@@ -454,9 +458,10 @@ int run_batch(struct plan *plan, struct pool *pool, struct batch *batch)
     run.stream = batch->rows >= STREAM_MIN / result_bytes + 1;
     for (unsigned j = 0; j < batch->n_jobs; j++) {
         struct job *job = &batch->jobs[j];
+        uint32_t end = job->part_rows > 0 ? job->first_row + job->part_rows : job->rows;
 
         job->result = check_job(plan, job);
-        for (uint32_t row = 0; row < job->rows && job->result == 0; row++) {
+        for (uint32_t row = job->first_row; row < end && job->result == 0; row++) {
             plan->refs[run.n++] = (struct row_ref){.job = job, .row = row};
             if (run.n == plan->block_rows) {
                 r = run_block(&run);

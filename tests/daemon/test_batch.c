@@ -139,6 +139,30 @@ static void fills_up_to_max_rows(void **state)
     clear(&queue);
 }
 
+static void cuts_large_requests(void **state)
+{
+    struct batch_queue queue;
+
+    (void)state;
+    init(&queue, 10, 0, 1000);
+    item(0, 25, 1)->may_cut = true;
+    assert_int_equal(batch_push(&queue, &items[0], 1), 0);
+    assert_int_equal(batch_push(&queue, item_of(1, 1, 0, 4, 1), 2), 0);
+    assert_int_equal(batch_push(&queue, item_of(2, 0, 1, 4, 1), 3), 0);
+    FORMS(&queue, 0);
+    assert_int_equal(items[0].taken_rows, 10);
+    assert_int_equal(queue.rows, 23);
+    FORMS(&queue, 1, 2); /* the other uid, then the uid's other connection */
+    FORMS(&queue, 0);
+    assert_int_equal(items[0].taken_rows, 10);
+    assert_true(items[0].queued);
+    FORMS(&queue, 0);
+    assert_int_equal(items[0].taken_rows, 5);
+    assert_false(items[0].queued);
+    assert_int_equal(queue.rows, 0);
+    clear(&queue);
+}
+
 static void keeps_to_the_callers_room(void **state)
 {
     struct batch_item *formed[3];
@@ -315,7 +339,7 @@ static void takes_connections_in_turn(void **state)
 #define N_UIDS     8
 #define N_CONNS    3
 #define N_QUEUES   2
-#define ROWS_MAX   24 /* of a request; a batch has 16 */
+#define ROWS_MAX   60 /* of a request; a batch has 16 */
 #define BATCH_ROWS 16
 #define QUEUE_ROWS 300
 #define N_ITEMS    (N_QUEUES * QUEUE_ROWS)
@@ -326,6 +350,7 @@ struct entry {
     struct batch_item item;
     unsigned queue, uid, conn;
     uint64_t serial, since; /* of its push: its number, and the picks before */
+    uint32_t total, got;    /* rows */
 };
 
 static struct world {
@@ -381,15 +406,18 @@ static void push(void)
     entry->uid = dice(N_UIDS) * dice(2); /* uid 0 floods */
     entry->conn = dice(N_CONNS);
     entry->since = w.picks;
+    entry->got = 0;
     entry->item = (struct batch_item){
         .party = &party[entry->uid],
         .source = &source[entry->uid][entry->conn],
         .rows = 1 + dice(ROWS_MAX),
         .priority = (uint8_t)dice(BATCH_PRIORITIES),
+        .may_cut = dice(2),
         .latest_us = dice(4) ? UINT64_MAX : w.now_us + dice(200),
     };
     if (dice(2))
         entry->item.rows = 1;
+    entry->total = entry->item.rows;
     r = batch_push(&w.queues[entry->queue], &entry->item, w.now_us);
     if (w.rows[entry->queue] + entry->item.rows > QUEUE_ROWS) {
         assert_int_equal(r, -EBUSY);
@@ -410,6 +438,7 @@ static void take_back(void)
 
     if (!entry->item.queued)
         return;
+    assert_int_equal(entry->got + entry->item.rows, entry->total);
     batch_remove(&w.queues[entry->queue], &entry->item);
     w.rows[entry->queue] -= entry->item.rows;
     w.n_removed++;
@@ -478,6 +507,7 @@ static void form(unsigned q)
     struct entry *picks[BATCH_ROWS];
     unsigned n_max = 1 + dice(BATCH_ROWS), n;
     enum batch_reason reason = BATCH_REASONS;
+    bool has_rest[BATCH_ROWS];
     uint64_t rows = 0;
 
     for (unsigned u = 0; u < N_UIDS; u++)
@@ -486,24 +516,29 @@ static void form(unsigned q)
     assert_in_range(n, 1, n_max);
     for (unsigned k = 0; k < n; k++) {
         picks[k] = (struct entry *)((char *)formed[k] - offsetof(struct entry, item));
-        assert_false(picks[k]->item.queued);
         assert_int_equal(picks[k]->queue, q);
+        has_rest[k] = picks[k]->item.queued;
         picks[k]->item.queued = true; /* for the rules: those not yet picked wait */
     }
     for (unsigned k = 0; k < n; k++) {
         struct entry *pick = picks[k];
 
         check_pick(pick, turn);
-        pick->item.queued = false;
-        turn[pick->uid][pick->item.priority] += pick->item.rows;
+        pick->item.queued = has_rest[k];
+        pick->got += pick->item.taken_rows;
+        assert_int_equal(pick->got + pick->item.rows, pick->total);
+        assert_int_equal(pick->item.queued, pick->got < pick->total);
+        assert_true(!has_rest[k] || (pick->item.may_cut && pick->item.taken_rows == BATCH_ROWS));
+        turn[pick->uid][pick->item.priority] += pick->item.taken_rows;
         w.last_turn[pick->uid][pick->conn][pick->item.priority][q] = ++w.picks;
-        rows += pick->item.rows;
-        w.n_formed++;
+        rows += pick->item.taken_rows;
+        w.n_formed += !has_rest[k];
     }
     for (unsigned u = 0; u < N_UIDS; u++)
         assert_memory_equal(turn[u], party[u].turn, sizeof(turn[u]));
     w.rows[q] -= rows;
     assert_true(rows <= BATCH_ROWS || n == 1);
+    assert_true(rows <= BATCH_ROWS || !picks[0]->item.may_cut);
     /* Full means that nothing more would have fitted; else nothing more was there. */
     if (reason == BATCH_FULL)
         assert_true(n == n_max || rows >= BATCH_ROWS ||
@@ -602,6 +637,7 @@ int main(void)
         cmocka_unit_test(bounds_rows),
         cmocka_unit_test(takes_priority_then_arrival),
         cmocka_unit_test(fills_up_to_max_rows),
+        cmocka_unit_test(cuts_large_requests),
         cmocka_unit_test(keeps_to_the_callers_room),
         cmocka_unit_test(says_when_it_is_ready),
         cmocka_unit_test(does_not_wait_past_a_deadline),

@@ -14,16 +14,13 @@ static int prepare(void **state)
     return 0;
 }
 
-/* A daemon with MODEL_A only, batched as told. */
-static void start(struct daemon *daemon, const char *script, const char *config,
-                  const char *batching)
+static void add_batched(const struct daemon *daemon, const char *model, const char *batching)
 {
     char path[300], line[400], text[2000] = "";
     FILE *file;
 
-    daemon_prepare(daemon);
-    add_model(daemon, MODEL_A);
-    snprintf(path, sizeof(path), "%s/%s.conf", daemon->models, MODEL_A);
+    add_model(daemon, model);
+    snprintf(path, sizeof(path), "%s/%s.conf", daemon->models, model);
     file = fopen(path, "re");
     assert_non_null(file);
     while (fgets(line, sizeof(line), file)) {
@@ -33,6 +30,17 @@ static void start(struct daemon *daemon, const char *script, const char *config,
     fclose(file);
     strncat(text, batching, sizeof(text) - strlen(text) - 1);
     write_file(path, text);
+}
+
+/* A daemon whose models are batched as told. */
+static void start(struct daemon *daemon, const char *script, const char *config,
+                  const char *batching)
+{
+    daemon_prepare(daemon);
+    add_batched(daemon, MODEL_A, batching);
+    add_batched(daemon, MODEL_B, batching);
+    add_batched(daemon, MODEL_FULL, batching);
+    add_batched(daemon, MODEL_DROPOUT, batching);
     if (config)
         write_file(daemon->config, config);
     daemon_spawn(daemon, script);
@@ -204,12 +212,185 @@ static void waits_for_more_as_long_as_told(void **state)
     daemon_stop(&daemon);
 }
 
+/* ---- large requests ---- */
+
+#define ROWS 7 /* of each of the models below; batches take 2 */
+
+static const struct {
+    const char *model;
+    int in_rank, out_rank;
+    int64_t in[5], out[5];
+    size_t in_floats, out_floats; /* of a row */
+} large[] = {
+    {MODEL_A, 2, 4, {ROWS, A_IN}, {1, A_OUT, ROWS, 1}, A_IN, A_OUT},
+    {MODEL_B, 5, 5, {ROWS, 3, 6, 9, 10}, {ROWS, 16, 4, 7, 8}, 1620, 3584},
+    {MODEL_FULL, 5, 5, {ROWS, 3, 6, 9, 10}, {ROWS, 16, 4, 7, 8}, 1620, 3584},
+    {MODEL_DROPOUT, 2, 2, {ROWS, 1027}, {ROWS, 1027}, 1027, 1027},
+};
+
+/* The request for one of them: input at the start of the buffer, the result at OUT_AT. */
+#define OUT_AT 65536
+
+static struct proto_request infer_large(size_t i, uint32_t buffer)
+{
+    struct proto_request request = {
+        .verb = VERB_INFER,
+        .infer = {
+            .model = str(large[i].model),
+            .input = {.dtype = PROTO_FLOAT32, .rank = (uint8_t)large[i].in_rank, .buffer = buffer},
+            .has_output = true,
+            .output = {.dtype = PROTO_FLOAT32,
+                       .rank = (uint8_t)large[i].out_rank,
+                       .buffer = buffer,
+                       .offset = OUT_AT},
+            .priority = 1,
+            .train = true,
+            .seed = 7,
+            .offset = 400}};
+
+    memcpy(request.infer.input.shape, large[i].in, sizeof(large[i].in));
+    memcpy(request.infer.output.shape, large[i].out, sizeof(large[i].out));
+    return request;
+}
+
+/* Random input, with a few infinite samples. */
+static void fill_large(size_t i, struct shm *shm)
+{
+    float *to = shm->data;
+    unsigned seed = 5;
+
+    for (size_t k = 0; k < ROWS * large[i].in_floats; k++)
+        to[k] = (float)(rand_r(&seed) % 2000) / 1000 - 1;
+    to[3 * large[i].in_floats + 17] = INFINITY;
+}
+
+/* Whole or cut, the bits are the same, masks included. */
+static void cuts_without_a_trace(void **state)
+{
+    static float whole[ARRAY_SIZE(large)][ROWS * 3584];
+    static const char *const batchings[] = {"batching = { max_rows = 64; };\n",
+                                            "batching = { max_rows = 2; };\n"};
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+
+    (void)state;
+    for (int pass = 0; pass < 2; pass++) {
+        start(&daemon, NULL, NULL, batchings[pass]);
+        client_start(&many[0], &daemon);
+        for (size_t i = 0; i < ARRAY_SIZE(large); i++) {
+            uint32_t buffer = client_buffer(&many[0], 1 << 20, &shm);
+            struct proto_request request = infer_large(i, buffer);
+            float *y = (float *)((uint8_t *)shm.data + OUT_AT);
+            size_t size = ROWS * large[i].out_floats * sizeof(float);
+
+            fill_large(i, &shm);
+            client_call(&many[0], &request, -1, &reply, NULL);
+            assert_ok(&reply);
+            assert_int_equal(reply.infer.batch_rows, pass == 0 ? ROWS : 2);
+            if (pass == 0)
+                memcpy(whole[i], y, size);
+            else if (memcmp(whole[i], y, size) != 0)
+                fail_msg("%s: other bits when it is cut", large[i].model);
+            shm_deinit(&shm);
+        }
+        client_close(&many[0]);
+        daemon_stop(&daemon);
+    }
+}
+
+/* Others run between the parts; there is one answer; cancelled in the middle, nothing is written
+ * after it. */
+static void lets_others_in_between(void **state)
+{
+    struct proto_request request, cancel = {.verb = VERB_CANCEL};
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+    uint64_t id;
+    double begin = now_s();
+    uint8_t *y;
+
+    (void)state;
+    start(&daemon, "delay_ms=100", NULL, "batching = { max_rows = 2; };\n");
+    client_start(&many[0], &daemon);
+    client_start(&many[1], &daemon);
+    request = infer_large(0, client_buffer(&many[0], 1 << 20, &shm));
+    y = (uint8_t *)shm.data + OUT_AT;
+    fill_large(0, &shm);
+    client_send(&many[0], &request, -1); /* four parts */
+    sleep_ms(20);
+    request = infer_a(x);
+    request.infer.input.shape[0] = 1;
+    request.infer.input.n_bytes = A_IN * 4;
+    client_call(&many[1], &request, -1, &reply, NULL);
+    assert_ok(&reply);
+    assert_true(now_s() - begin < 0.42);
+    assert_false(client_readable(&many[0], 0));
+    assert_true(client_recv(&many[0], &reply, NULL));
+    assert_ok(&reply);
+    assert_true(reply.infer.run_us > 400000);
+    assert_false(client_readable(&many[0], 150));
+
+    request = infer_large(0, 1);
+    id = client_send(&many[0], &request, -1);
+    sleep_ms(150); /* in the second part */
+    cancel.cancel.target = id;
+    client_send(&many[0], &cancel, -1);
+    assert_true(client_recv(&many[0], &reply, NULL));
+    assert_ok(&reply); /* of the cancel itself */
+    assert_true(client_recv(&many[0], &reply, NULL));
+    assert_int_equal(reply.id, id);
+    assert_error(&reply, ERR_CANCELLED);
+    memset(y, 0x55, ROWS * A_OUT * 4);
+    sleep_ms(250);
+    for (int i = 0; i < ROWS * A_OUT * 4; i++)
+        assert_int_equal(y[i], 0x55);
+
+    /* And the client gone in the middle. */
+    client_send(&many[0], &(struct proto_request){.verb = VERB_PING}, -1);
+    assert_true(client_recv(&many[0], &reply, NULL));
+    request = infer_large(0, 1);
+    client_send(&many[0], &request, -1);
+    sleep_ms(150);
+    client_close(&many[0]);
+    client_close(&many[1]);
+    shm_deinit(&shm);
+    assert_healthy(&daemon);
+    daemon_stop(&daemon);
+}
+
+/* A part that fails ends all of it, once. */
+static void fails_as_a_whole(void **state)
+{
+    struct proto_request request;
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+
+    (void)state;
+    start(&daemon, "delay_ms=20;slots=2;fail_batch=2:5", NULL, "batching = { max_rows = 2; };\n");
+    client_start(&many[0], &daemon);
+    request = infer_large(0, client_buffer(&many[0], 1 << 20, &shm));
+    fill_large(0, &shm);
+    client_call(&many[0], &request, -1, &reply, NULL);
+    assert_error(&reply, ERR_INTERNAL);
+    assert_false(client_readable(&many[0], 150));
+    request.id = 0;
+    client_call(&many[0], &request, -1, &reply, NULL);
+    assert_ok(&reply);
+    shm_deinit(&shm);
+    client_close(&many[0]);
+    assert_healthy(&daemon);
+    daemon_stop(&daemon);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(serves_connections_in_turn),
-        cmocka_unit_test(serves_uids_by_rows),
-        cmocka_unit_test(waits_for_more_as_long_as_told),
+        cmocka_unit_test(serves_connections_in_turn),     cmocka_unit_test(serves_uids_by_rows),
+        cmocka_unit_test(waits_for_more_as_long_as_told), cmocka_unit_test(cuts_without_a_trace),
+        cmocka_unit_test(lets_others_in_between),         cmocka_unit_test(fails_as_a_whole),
     };
 
     return cmocka_run_group_tests(tests, prepare, NULL);
