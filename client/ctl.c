@@ -245,6 +245,21 @@ const char *ctl_shape(json_t *shape, char text[CTL_TEXT_MAX])
     return text;
 }
 
+int ctl_fill_shape(const json_t *shape, int64_t rows, int *ret_rank, int64_t *dims)
+{
+    size_t rank = json_array_size(shape);
+
+    if (rank > FUSED_RANK_MAX)
+        return -EPROTO;
+    for (size_t i = 0; i < rank; i++) {
+        const json_t *dim = json_array_get(shape, i);
+
+        dims[i] = json_is_integer(dim) ? json_integer_value(dim) : rows;
+    }
+    *ret_rank = (int)rank;
+    return 0;
+}
+
 const char *ctl_dims(int rank, const int64_t *dims, char text[CTL_TEXT_MAX])
 {
     snprintf(text, CTL_TEXT_MAX, "[");

@@ -41,22 +41,6 @@ static int say_written(uint64_t done, uint64_t total)
     return ctl_interrupted() ? -ECANCELED : 0;
 }
 
-/* A shape of the description with the rows put in. */
-static int fill_shape(const json_t *shape, int64_t rows, int *ret_rank, int64_t *dims)
-{
-    size_t rank = json_array_size(shape);
-
-    if (rank > FUSED_RANK_MAX)
-        return -EPROTO;
-    for (size_t i = 0; i < rank; i++) {
-        const json_t *dim = json_array_get(shape, i);
-
-        dims[i] = json_is_integer(dim) ? json_integer_value(dim) : rows;
-    }
-    *ret_rank = (int)rank;
-    return 0;
-}
-
 static int make_buffer(const struct ctl *ctl, struct fused *f, uint64_t size,
                        struct fused_buffer **ret)
 {
@@ -94,7 +78,7 @@ static int prepare_output(const struct ctl *ctl, struct run *run)
     uint64_t size, room;
     int rank, r;
 
-    if (fill_shape(json_object_get(run->model, key), run->rows, &rank, dims) < 0 ||
+    if (ctl_fill_shape(json_object_get(run->model, key), run->rows, &rank, dims) < 0 ||
         proto_tensor_size((enum proto_dtype)type, (unsigned)rank, dims, &size) < 0) {
         ctl_error("no result of %s has room for %" PRId64 " rows", ctl->args[0], run->rows);
         return CTL_FAILED;

@@ -18,13 +18,15 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "client/bench.h"
 #include "client/fusectl.h"
 #include "proto/base.h"
 #include "proto/proto.h"
 
 static const struct command *const commands[] = {
-    &ctl_status, &ctl_models, &ctl_describe, &ctl_stats, &ctl_ping,  &ctl_infer,   &ctl_load,
-    &ctl_unload, &ctl_reload, &ctl_drain,    &ctl_log,   &ctl_check, &ctl_weights,
+    &ctl_status, &ctl_models, &ctl_describe, &ctl_stats,   &ctl_ping,   &ctl_infer,
+    &ctl_bench,  &ctl_top,    &ctl_metrics,  &ctl_load,    &ctl_unload, &ctl_reload,
+    &ctl_drain,  &ctl_log,    &ctl_check,    &ctl_weights,
 };
 
 /* "stats [MODEL]" is the longest that the list of commands has to line up. */
@@ -72,6 +74,18 @@ static uint64_t parse_number(struct argp_state *state, const char *option, const
     return value;
 }
 
+/* A decimal number above 0, or a usage error that ends the program. */
+static double parse_positive(struct argp_state *state, const char *option, const char *arg,
+                             double max)
+{
+    char *end;
+    double value = strtod(arg, &end);
+
+    if (arg[0] < '0' || arg[0] > '9' || *end != 0 || !(value > 0) || value > max)
+        argp_error(state, "%s: '%s' is not a number above 0, at most %g", option, arg, max);
+    return value;
+}
+
 static void parse_result(struct ctl *ctl, const char *arg, struct argp_state *state)
 {
     if (strcmp(arg, "full") != 0 && strcmp(arg, "compact") != 0)
@@ -96,6 +110,56 @@ static void check_command(const struct ctl *ctl, struct argp_state *state)
     }
     if (command == &ctl_infer && !ctl->train && (ctl->has_seed || ctl->has_offset))
         argp_error(state, "--seed and --offset need --train");
+    if (ctl->verify && ctl->place == BENCH_DEVICE)
+        argp_error(state, "--verify cannot look into --device");
+    if (ctl->constant && ctl->rate == 0)
+        argp_error(state, "--constant needs --rate");
+}
+
+static error_t parse_load(int key, char *arg, struct argp_state *state)
+{
+    struct ctl *ctl = state->input;
+
+    switch (key) {
+    case CTL_KEY_CLIENTS:
+        ctl->clients = (unsigned)parse_number(state, "--clients", arg, 1, 4096);
+        return 0;
+    case CTL_KEY_ROWS:
+        ctl->rows = (unsigned)parse_number(state, "--rows", arg, 1, 1 << 24);
+        return 0;
+    case CTL_KEY_IN_FLIGHT:
+        ctl->in_flight = (unsigned)parse_number(state, "--in-flight", arg, 1, 1024);
+        return 0;
+    case CTL_KEY_RATE:
+        ctl->rate = parse_positive(state, "--rate", arg, 1e8);
+        return 0;
+    case CTL_KEY_DURATION:
+    case CTL_KEY_INTERVAL:
+        ctl->seconds =
+            parse_positive(state, key == CTL_KEY_DURATION ? "--duration" : "--interval", arg, 1e6);
+        return 0;
+    case CTL_KEY_CONSTANT:
+        ctl->constant = true;
+        return 0;
+    case CTL_KEY_BUFFERS:
+    case CTL_KEY_INLINE:
+    case CTL_KEY_DEVICE:
+        ctl->place = key == CTL_KEY_INLINE   ? BENCH_INLINE
+                     : key == CTL_KEY_DEVICE ? BENCH_DEVICE
+                                             : BENCH_BUFFERS;
+        return 0;
+    case CTL_KEY_VERIFY:
+        ctl->verify = true;
+        return 0;
+    case CTL_KEY_RECONNECT:
+        ctl->reconnect = true;
+        return 0;
+    case CTL_KEY_LISTEN:
+        ctl->listen = arg;
+        return 0;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
 }
 
 static error_t parse_command(int key, char *arg, struct argp_state *state)
@@ -144,7 +208,7 @@ static error_t parse_command(int key, char *arg, struct argp_state *state)
         check_command(ctl, state);
         return 0;
     default:
-        return ARGP_ERR_UNKNOWN;
+        return parse_load(key, arg, state);
     }
 }
 
@@ -260,7 +324,7 @@ int main(int argc, char **argv)
         .children = children,
         .help_filter = list_commands,
     };
-    struct ctl ctl = {.repeat = 1, .priority = PROTO_PRIORITY_DEFAULT};
+    struct ctl ctl = {.repeat = 1, .priority = PROTO_PRIORITY_DEFAULT, .clients = 1, .rows = 1};
     struct top top = {.ctl = &ctl};
     int r;
 

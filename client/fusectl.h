@@ -37,6 +37,13 @@ struct ctl {
     uint64_t seed, offset, deadline_us;
     unsigned repeat;
     int priority;
+
+    /* Options of bench, top and metrics. */
+    unsigned clients, rows, in_flight; /* in_flight 0: by the loop */
+    double rate, seconds;              /* rate 0: closed loop */
+    int place;                         /* enum bench_place */
+    bool constant, verify, reconnect;
+    const char *listen;
 };
 
 struct command {
@@ -58,13 +65,28 @@ enum ctl_key {
     CTL_KEY_DEADLINE,
     CTL_KEY_RESULT,
     CTL_KEY_REPEAT,
-    CTL_KEY_PRIORITY
+    CTL_KEY_PRIORITY,
+    CTL_KEY_CLIENTS,
+    CTL_KEY_ROWS,
+    CTL_KEY_IN_FLIGHT,
+    CTL_KEY_RATE,
+    CTL_KEY_CONSTANT,
+    CTL_KEY_DURATION,
+    CTL_KEY_INTERVAL,
+    CTL_KEY_INLINE,
+    CTL_KEY_BUFFERS,
+    CTL_KEY_DEVICE,
+    CTL_KEY_VERIFY,
+    CTL_KEY_RECONNECT,
+    CTL_KEY_LISTEN
 };
 
 extern const struct command ctl_status, ctl_models, ctl_describe, ctl_stats; /* ctl_show.c */
 extern const struct command ctl_ping, ctl_load, ctl_unload, ctl_reload, ctl_drain,
     ctl_log;                                        /* ctl_admin.c */
 extern const struct command ctl_infer;              /* ctl_infer.c */
+extern const struct command ctl_bench;              /* ctl_bench.c */
+extern const struct command ctl_top, ctl_metrics;   /* ctl_watch.c */
 extern const struct command ctl_check, ctl_weights; /* offline.c */
 
 /* ---- ctl.c ---- */
@@ -108,6 +130,9 @@ bool ctl_interrupted(void);
 const char *ctl_str(json_t *object, const char *key);
 uint64_t ctl_uint(const json_t *object, const char *key);
 bool ctl_bool(const json_t *object, const char *key);
+
+/* A shape of a description with the rows put in. 0 or -EPROTO. */
+int ctl_fill_shape(const json_t *shape, int64_t rows, int *ret_rank, int64_t *dims);
 
 /* "[N, 8192]" and "1.5 GiB" and "1.25 ms" into `text`, which is returned. */
 #define CTL_TEXT_MAX 128

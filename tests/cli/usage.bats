@@ -9,7 +9,7 @@ setup() {
 @test "--help and --version" {
     run "$fusectl" --help
     expect_status 0
-    for c in status models describe stats ping infer load unload reload drain log check weights; do
+    for c in status models describe stats ping infer bench top metrics load unload reload drain log check weights; do
         expect_output "^  $c "
     done
     run "$fusectl" --version
@@ -18,7 +18,7 @@ setup() {
 }
 
 @test "every command has --help" {
-    for c in status models describe stats ping infer load unload reload drain log check weights; do
+    for c in status models describe stats ping infer bench top metrics load unload reload drain log check weights; do
         run "$fusectl" "$c" --help
         expect_status 0
         expect_output "^Usage: fusectl $c "

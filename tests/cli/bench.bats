@@ -1,0 +1,122 @@
+#!/usr/bin/env bats
+# fusectl bench, top, metrics against a daemon.
+
+bats_require_minimum_version 1.5.0
+
+setup_file() {
+    load common
+    make_models "$BATS_FILE_TMPDIR/models" a_5x37x96_g12 a_bfloat16
+    start_daemon "$BATS_FILE_TMPDIR/models"
+}
+
+teardown_file() {
+    load common
+    stop_daemon
+}
+
+setup() {
+    load common
+}
+
+@test "bench: closed loop, verified" {
+    run "$fusectl" bench a_5x37x96_g12 --duration 0.3 --clients 3 --in-flight 4 --rows 5 --verify
+    expect_status 0
+    expect_output '^model +a_5x37x96_g12, 5 rows a request \(740 B in, 1.9 KiB out\), buffers$'
+    expect_output '^load +3 clients, 4 in flight each, closed loop, 0.3 s$'
+    expect_output '^served +[1-9][0-9.]* requests/s, '
+    expect_output '^latency +p50 .*, p90 .*, p99 .*, p99.9 .*, max '
+    expect_output '^verified +0 answers with other bits'
+    expect_output '^errors +none$'
+}
+
+@test "bench: open loop, inline, bfloat16, JSON" {
+    run "$fusectl" bench a_bfloat16 --duration 0.5 --rate 400 --constant --inline --json
+    expect_status 0
+    expect_output '^\{"model":"a_bfloat16","clients":1,"in_flight":64,"rows":1,"place":"inline","loop":"constant","rate":400.0,'
+    expect_output '"requests":200,"failed":0,"requests_per_s":400.0,'
+    expect_output '"latency_us":\{"p50":[0-9.]+,"p90":[0-9.]+,"p99":[0-9.]+,"p99.9":[0-9.]+,"max":[0-9.]+\}'
+    run "$fusectl" bench a_bfloat16 --duration 0.5 --rate 400 --clients 2 --verify
+    expect_status 0
+    expect_output 'open loop of 400 requests/s \(poisson\)'
+}
+
+@test "bench: what cannot be asked" {
+    run "$fusectl" bench nonesuch --duration 0.1
+    expect_status 1
+    expect_output 'NOT_FOUND'
+    run "$fusectl" bench a_5x37x96_g12 --inline --rows 5000
+    expect_status 64
+    expect_output '740000 bytes, and 32768 fit'
+    run "$fusectl" bench a_5x37x96_g12 --device --duration 0.1
+    expect_status 1
+    expect_output 'UNSUPPORTED'
+    run "$fusectl" bench a_5x37x96_g12 --device --verify
+    expect_status 64
+    run "$fusectl" bench a_5x37x96_g12 --rate 0
+    expect_status 64
+    FUSED_SOCKET=/nonexistent run "$fusectl" bench a_5x37x96_g12
+    expect_status 69
+}
+
+@test "bench: an interrupt ends it early, with the figures so far" {
+    "$fusectl" bench a_5x37x96_g12 --duration 60 >"$BATS_TEST_TMPDIR/out" 3>&- &
+    sleep 0.7
+    kill -INT $!
+    wait $!
+    grep -q '^served ' "$BATS_TEST_TMPDIR/out"
+}
+
+@test "top: one interval where there is no terminal" {
+    "$fusectl" bench a_5x37x96_g12 --duration 1.5 >/dev/null 3>&- &
+    run "$fusectl" top --interval 0.5
+    expect_status 0
+    expect_output '^fused [0-9.]+, ready, backend cpu, up '
+    expect_output '^MODEL +REQUESTS/S'
+    expect_output '^a_5x37x96_g12 +[1-9][0-9]*\.'
+    wait $!
+    run "$fusectl" top --interval 0.1 --json
+    expect_status 0
+    expect_output '^\{"seconds":0.1.*,"before":\{"status":\{.*"now":'
+}
+
+@test "metrics: Prometheus's text" {
+    "$fusectl" bench a_5x37x96_g12 --duration 0.2 >/dev/null
+    run "$fusectl" metrics
+    expect_status 0
+    expect_output '^fused_up 1$'
+    expect_output '^fused_ready 1$'
+    expect_output '^fused_model_requests_total\{model="a_5x37x96_g12"\} [1-9]'
+    expect_output '^fused_model_run_seconds_bucket\{model="a_5x37x96_g12",le="\+Inf"\} [1-9]'
+    # Each name has its type once, and buckets never fall.
+    [ -z "$(grep '^# TYPE' <<<"$output" | sort | uniq -d)" ]
+    awk '/^fused_model_run_seconds_bucket\{model="a_5/ { if ($2 < last) exit 1; last = $2 }' <<<"$output"
+    FUSED_SOCKET=/nonexistent run "$fusectl" metrics
+    expect_status 69
+}
+
+@test "metrics --listen: scrapes on a socket of this host" {
+    "$fusectl" metrics --listen "unix:$BATS_TEST_TMPDIR/m" 3>&- &
+    local pid=$! i
+    for ((i = 0; i < 50; i++)); do [ ! -S "$BATS_TEST_TMPDIR/m" ] || break; sleep 0.1; done
+    scrape() {
+        python3 -c '
+import socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.connect(sys.argv[1])
+s.sendall(sys.argv[2].encode() + b"\r\nHost: x\r\n\r\n")
+data = b""
+while (part := s.recv(65536)):
+    data += part
+print(data.decode())' "$BATS_TEST_TMPDIR/m" "$1"
+    }
+    run scrape 'GET /metrics HTTP/1.1'
+    expect_output '^HTTP/1.1 200 OK'
+    expect_output '^fused_up 1$'
+    run scrape 'GET /other HTTP/1.1'
+    expect_output '^HTTP/1.1 404 '
+    kill $pid
+    wait $pid
+    [ ! -e "$BATS_TEST_TMPDIR/m" ]
+    run "$fusectl" metrics --listen 0.0.0.0:9999
+    expect_status 64
+}
