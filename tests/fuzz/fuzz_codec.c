@@ -100,8 +100,9 @@ static void fuzz_reply(const uint8_t *bytes, size_t size, bool is_sound)
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
 {
-    static const char *const paths[] = {"", "result", "limits.unread_replies", "models.0.name",
-                                        "1.1.1"};
+    static const char *const paths[] = {
+        "",   "result", "limits.unread_replies", "models.0.name", "1.1.1", "0..1", "1234567890",
+        "1x", "x"};
     const char *reason = NULL;
     const uint8_t *found;
     bool is_sound;

@@ -943,6 +943,15 @@ static void test_doc_counts(void **state)
     doc_map(&doc, 1);
     doc_key(&doc, "a");
     assert_int_equal(doc_finish(&doc), -EINVAL);
+    /* more than any message may hold, and again after that */
+    doc_init(&doc, bytes, sizeof bytes);
+    doc_map(&doc, PROTO_ELEMENTS_MAX + 1);
+    doc_map(&doc, PROTO_ELEMENTS_MAX + 1);
+    assert_int_equal(doc_finish(&doc), -EMSGSIZE);
+    doc_init(&doc, bytes, sizeof bytes);
+    doc_list(&doc, PROTO_ELEMENTS_MAX + 1);
+    doc_list(&doc, PROTO_ELEMENTS_MAX + 1);
+    assert_int_equal(doc_finish(&doc), -EMSGSIZE);
     doc_init(&doc, bytes, sizeof bytes);
     doc_list(&doc, 1);
     doc_uint(&doc, 1);
