@@ -33,8 +33,9 @@ struct baseline {
 HELPER unsigned times_long(unsigned n)
 {
     const char *text = getenv("HOSTILE_LONG");
+    unsigned long times = text ? strtoul(text, NULL, 10) : 0;
 
-    return text && atoi(text) > 0 ? n * (unsigned)atoi(text) : n;
+    return times > 0 ? n * (unsigned)times : n;
 }
 
 /* ---- the daemon from outside ---- */

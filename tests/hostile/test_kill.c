@@ -25,8 +25,9 @@ static int start(void **state)
 static unsigned count_of(const char *name, unsigned otherwise)
 {
     const char *text = getenv(name);
+    unsigned long given = text ? strtoul(text, NULL, 10) : 0;
 
-    return text && atoi(text) > 0 ? (unsigned)atoi(text) : otherwise;
+    return given > 0 ? (unsigned)given : otherwise;
 }
 
 /* ---- clients ---- */

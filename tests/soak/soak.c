@@ -358,6 +358,8 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(grows_by_nothing)};
 
-    seconds = argc > 1 && atoi(argv[1]) > 3 ? (unsigned)atoi(argv[1]) : 10;
+    unsigned long given = argc > 1 ? strtoul(argv[1], NULL, 10) : 0;
+
+    seconds = given > 3 ? (unsigned)given : 10;
     return cmocka_run_group_tests(tests, start, stop);
 }
