@@ -1,11 +1,11 @@
 #!/bin/bash
 # inject.sh: system calls of the daemon fail, by strace, where link-time wrapping does not reach: inside libuv, libsystemd and
-# the C library, at start, in requests, at reload and at stop. A clean run counts the calls of each kind; then each of
-# INJECT_POINTS of them, spread over the whole run, fails once. Whatever that hits: the daemon ends with one of its exit codes
+# the C library, at start, in requests, at reload and at stop. A clean run counts the calls of each kind; then
+# INJECT_POINTS of them, spread over the whole run, fail once each. Whatever that hits: the daemon ends with one of its exit codes
 # (127: the loader's), or serves again and ends with 0 at SIGTERM; it never hangs and never dies of a signal.
 set -u
 B=$(realpath "${B:-build}")
-points=${INJECT_POINTS:-4}
+points=${INJECT_POINTS:-2}
 dir=$(mktemp -d /tmp/fused-inject.XXXXXX)
 trap 'rm -rf "$dir"' EXIT
 mkdir "$dir/models"
@@ -85,13 +85,15 @@ live() {
     outcome="ended $code"
 }
 
+live -e trace=all
+[ "$outcome" = "ended 0" ] || { echo "a clean run $outcome"; exit 1; }
+mv "$dir/trace" "$dir/clean"
+first=$(awk 'NR == 1 { print $1 }' "$dir/clean")
+
 failed=0 n=0 n_lived=0 n_ended=0 n_aborted=0
 for entry in "${calls[@]}"; do
     IFS=: read -r call error death <<<"$entry"
-    live -e "trace=$call"
-    [ "$outcome" = "ended 0" ] || { echo "a clean run of $call: $outcome"; failed=1; continue; }
-    first=$(awk 'NR == 1 { print $1 }' "$dir/trace")
-    count=$(grep -c "^$first .*$call(" "$dir/trace")
+    count=$(grep -c "^$first *$call(" "$dir/clean")
     [ "$count" -gt 0 ] || count=1
     last=0
     for ((k = 1; k <= points; k++)); do
