@@ -20,7 +20,7 @@
 #include "conn.h"
 #include "proto/base.h"
 
-#define MARGIN_US 1000 /* from forming a batch for a deadline's sake to its start */
+#define MARGIN_SHARE 4 /* of the time to a deadline, for a host that is late */
 
 static struct request *request_of_item(struct batch_item *item)
 {
@@ -307,18 +307,26 @@ void scheduler_deinit(struct scheduler *scheduler)
     deadlines_deinit(&scheduler->deadlines);
 }
 
+/* When a request's batch must be formed at the latest, for it to end by the deadline. */
+static uint64_t latest_us(const struct request *request, uint64_t now_us)
+{
+    uint64_t at_us = request->deadline.at_us, left_us = at_us > now_us ? at_us - now_us : 0;
+    uint64_t needs_us = request->version->run_us + left_us / MARGIN_SHARE;
+
+    if (at_us == UINT64_MAX)
+        return UINT64_MAX;
+    return now_us + (left_us > needs_us ? left_us - needs_us : 0);
+}
+
 int scheduler_add(struct scheduler *scheduler, struct request *request)
 {
     struct version *version = request->version;
-    uint64_t now_us = clock_us(), needs_us = version->run_us + MARGIN_US;
+    uint64_t now_us = clock_us();
     int r;
 
     request->item.party = &request->uid->party;
     request->item.source = &request->conn->source;
-    request->item.latest_us = request->deadline.at_us == UINT64_MAX ? UINT64_MAX
-                              : request->deadline.at_us > needs_us
-                                  ? request->deadline.at_us - needs_us
-                                  : 0;
+    request->item.latest_us = latest_us(request, now_us);
     r = batch_push(&version->queue, &request->item, now_us);
     if (r < 0)
         return r;
