@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include "clock.h"
@@ -27,6 +28,7 @@
 #define TICK_MS         250
 #define FLUSH_US        1000000  /* for clients to read their last answers */
 #define EXTEND_US       60000000 /* granted for each model that was loaded */
+#define LOOK_MS         2        /* between looks at connections that are about to end */
 #define ACCEPTS_A_TURN  64
 #define STATUS_MAX      700
 #define DESCRIPTORS_MIN 32u /* about half of them open when idle */
@@ -94,8 +96,12 @@ static void tear_down(struct server *server)
     registry_deinit(&server->registry);
     scheduler_deinit(&server->scheduler);
     uv_close((uv_handle_t *)&server->tick, NULL);
-    for (size_t i = 0; i < ARRAY_SIZE(server->signals); i++)
+    for (size_t i = 0; i < ARRAY_SIZE(server->signals); i++) {
+        int number = server->signals[i].signum;
+
         uv_close((uv_handle_t *)&server->signals[i], NULL);
+        signal(number, SIG_IGN); /* one more must not end with a signal what ends with 0 */
+    }
 }
 
 static bool has_unsent(const struct server *server)
@@ -108,6 +114,19 @@ static bool has_unsent(const struct server *server)
             return true;
     }
     return false;
+}
+
+/*
+ * What clients have sent by now is read and answered, each connection up to its end; what they send
+ * from now on fails at once on their side. So nothing that could be sent is left without an answer.
+ */
+static void stop_reading(struct server *server)
+{
+    struct conn *conn;
+
+    server->is_shut = true;
+    TAILQ_FOREACH(conn, &server->conns, link)
+    shutdown(conn->fd, SHUT_RD);
 }
 
 /* Called from the tick only, so that no caller's connection goes away under it. */
@@ -129,6 +148,12 @@ static void check_drain(struct server *server)
         server->flush_until_us = now_us + FLUSH_US;
     if (has_unsent(server) && now_us < server->flush_until_us)
         return;
+    if (!server->is_shut)
+        stop_reading(server);
+    if (!TAILQ_EMPTY(&server->conns) && now_us < server->flush_until_us) {
+        uv_timer_start(&server->tick, on_tick, LOOK_MS, TICK_MS);
+        return;
+    }
     log_info("server.end", "everything is answered");
     if (server->registry.is_busy)
         leave(server, server->exit_code); /* a reload that nobody waits for */

@@ -59,7 +59,7 @@ struct server {
 
     enum server_state state;
     int exit_code;
-    bool said_ready, reload_running, reload_again, stopping;
+    bool said_ready, reload_running, reload_again, is_shut, stopping;
     unsigned n_client_works; /* helper work that a client waits for */
     uint64_t drain_until_us, flush_until_us;
     uint64_t watchdog_us, watchdog_next_us;

@@ -7,9 +7,9 @@
  *
  * Prints "sent" when a burst is on its way, and at the end one line of NAME=N: connects that
  * worked, were refused (nobody listened) or failed otherwise, and requests by their one final
- * answer; "unanswered" are those whose connection ended first. A client always sends the same row,
- * so every answer must have the bits of its first one; the others are "wrong". "gap_ms" is the
- * longest time that one client went without a result.
+ * answer; "unanswered" are those whose connection ended first, "unsent" those that it did not take
+ * any more. A client always sends the same row, so every answer must have the bits of its first
+ * one; the others are "wrong". "gap_ms" is the longest time that one client went without a result.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -30,7 +30,8 @@ struct client {
     float row[FEATURES_MAX], first[FEATURES_MAX], result[FEATURES_MAX];
     int has_first;
     double last_ms, gap_ms;
-    unsigned long connects, refused, failed, ok, shutting_down, gpu_lost, other, unanswered, wrong;
+    unsigned long connects, refused, failed, ok, shutting_down, gpu_lost, other, unanswered, unsent,
+        wrong;
 };
 
 static const char *socket_path, *model;
@@ -125,7 +126,13 @@ static void *loop(void *argument)
             struct fused_infer call = call_of(client);
             struct fused_result result;
 
-            code = fused_run(f, &call, &result);
+            code = fused_submit(f, &call, NULL);
+            if (code != 0) {
+                client->unsent++;
+                break;
+            }
+            code = fused_next(f, TIMEOUT_MS, &result);
+            code = code == 0 ? result.code : code;
             count(client, code, &result);
         }
         fused_close(f);
@@ -147,7 +154,7 @@ static void burst(struct client *client, int n)
         struct fused_result result;
 
         r = fused_next(f, TIMEOUT_MS, &result);
-        count(client, r == 1 || r == 0 ? result.code : r < 0 ? r : -EPROTO, &result);
+        count(client, r == 0 ? result.code : r, &result);
     }
     fused_close(f);
 }
@@ -199,13 +206,14 @@ int main(int argc, char **argv)
         sum.gpu_lost += c->gpu_lost;
         sum.other += c->other;
         sum.unanswered += c->unanswered;
+        sum.unsent += c->unsent;
         sum.wrong += c->wrong;
         if (c->gap_ms > sum.gap_ms)
             sum.gap_ms = c->gap_ms;
     }
     printf("connects=%lu refused=%lu failed=%lu ok=%lu shutting_down=%lu gpu_lost=%lu other=%lu "
-           "unanswered=%lu wrong=%lu gap_ms=%.0f\n",
+           "unanswered=%lu unsent=%lu wrong=%lu gap_ms=%.0f\n",
            sum.connects, sum.refused, sum.failed, sum.ok, sum.shutting_down, sum.gpu_lost,
-           sum.other, sum.unanswered, sum.wrong, sum.gap_ms);
+           sum.other, sum.unanswered, sum.unsent, sum.wrong, sum.gap_ms);
     return 0;
 }
