@@ -109,7 +109,25 @@ $(B)/tests/bench/bench_serve: $(call obj,tests/bench/bench_serve.c) $(B)/libfuse
 bench-serve: $(B)/tests/bench/bench_serve $(B)/fused $(B)/fake-backend.so ## what serving adds to bare sockets and timers
 	$(Q)B=$(B) $(B)/tests/bench/bench_serve
 
-.PHONY: bench-cpu bench-serve
+$(B)/tests/bench/serve_ping: $(call obj,tests/bench/serve_ping.c) $(B)/libfused.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto)
+
+bench-load: all $(B)/tests/bench/serve_ping ## the serving table: fusectl bench in several mixes, the cost of a call
+	$(Q)B=$(B) tests/bench/serve.sh
+
+# A GPU is where the driver says so; nvcc may be there without one.
+bench: ## benchmarks of this machine: backends, then serving; tables, and JSON under $(B)/bench
+	$(Q)mkdir -p $(B)/bench
+	$(Q)$(MAKE) --no-print-directory $(B)/tests/bench/bench_cpu
+	$(Q)$(B)/tests/bench/bench_cpu $(B)/bench/cpu.json
+	$(Q)if [ $(CUDA) = 1 ] && [ -e /dev/nvidia0 ]; then $(MAKE) --no-print-directory bench-gpu; else \
+	    echo "no GPU here: its benchmarks are left out"; fi
+	$(Q)$(MAKE) --no-print-directory bench-serve
+	$(Q)$(MAKE) --no-print-directory bench-load
+
+.PHONY: bench bench-cpu bench-serve bench-load
 
 # Soak: the same judgement as in tests/hostile, for MINUTES, and on daemons with a planted leak.
 MINUTES ?= 1

@@ -78,9 +78,15 @@ static void script_wrong_bits(struct server *s)
 
     server_hello(s);
     while (server_read(s)) {
+        uint8_t *x = NULL;
+
         if (s->request.verb == VERB_INFER && ++n % 10 == 7)
-            ((uint8_t *)s->buffers[0].data)[s->request.infer.input.offset] ^= 1;
+            x = (uint8_t *)s->buffers[0].data + s->request.infer.input.offset;
+        if (x)
+            *x ^= 1;
         server_answer(s);
+        if (x)
+            *x ^= 1;
     }
 }
 
@@ -122,10 +128,15 @@ static void test_counts(void **state)
     for (unsigned k = 0; k < 2; k++) {
         struct bench_result *result = run(script_sloppy, k == 0 ? 0 : 500);
 
-        assert_in_range(result->n_ok, 20, 1000000);
+        uint64_t n_busy = result->n_codes[ERR_BUSY];
+
+        /* Few where the machine is busy with other things. */
+        assert_in_range(result->n_ok, 1, 1000000);
         assert_int_equal(result->n_wrong, 0);
-        assert_in_range(result->n_codes[ERR_BUSY], result->n_ok / 12, result->n_ok / 6);
-        assert_string_equal(result->text, "not now");
+        assert_in_range(n_busy, result->n_ok / 16, result->n_ok / 4 + 1);
+        assert_string_equal(result->text, n_busy > 0 ? "not now" : "");
+        if (k == 1)
+            assert_in_range(result->n_ok + n_busy + result->n_unsent, 95, 101);
         assert_true(result->n_ok == result->latency_ns.n);
         free(result);
     }
@@ -136,7 +147,7 @@ static void test_verifies(void **state)
     struct bench_result *result = run(script_wrong_bits, 0);
 
     (void)state;
-    assert_in_range(result->n_wrong, 10, result->n_ok);
+    assert_in_range(result->n_wrong, 1, result->n_ok / 4 + 1);
     free(result);
 }
 
