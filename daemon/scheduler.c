@@ -7,6 +7,11 @@
  * in queues of the loop until their batch is formed; from then on they run, and cannot be taken
  * back.
  *
+ * With several slots a batch can be submitted while another runs, so that its upload overlaps. One
+ * that is full or large is, at once; a small one would only queue behind the other, and is formed
+ * when the device is about to be free, by when more may have come. When that is follows from how
+ * long the model's batches took lately; a wrong guess costs an earlier or later submission.
+ *
  * One timerfd serves both the earliest deadline and the earliest batch that waits for more rows.
  */
 #include "scheduler.h"
@@ -20,7 +25,9 @@
 #include "conn.h"
 #include "proto/base.h"
 
-#define MARGIN_SHARE 4 /* of the time to a deadline, for a host that is late */
+#define LARGE_BYTES  (1u << 20) /* of input: its upload is worth overlapping */
+#define LEAD_US      100        /* from deciding on a batch to its first kernel, and the upload */
+#define MARGIN_SHARE 4          /* of the time to a deadline, for a host that is late */
 
 static struct request *request_of_item(struct batch_item *item)
 {
@@ -87,6 +94,25 @@ static void expire(struct scheduler *scheduler, uint64_t now_us)
         end_queued(scheduler, request_of_deadline(first), ERR_DEADLINE);
 }
 
+static bool is_large(const struct version *version)
+{
+    const struct pipeline *pipeline = version->pipeline;
+    uint64_t row_bytes = (uint64_t)shape_elements(&pipeline->in) * dtype_size(pipeline->dtype);
+
+    return version->queue.rows > LARGE_BYTES / row_bytes;
+}
+
+/* From when on the version's next batch may be formed. */
+static uint64_t ready_us(const struct scheduler *scheduler, struct version *version)
+{
+    uint64_t at_us = batch_ready_us(&version->queue), free_us;
+
+    if (at_us == 0 || engine_in_flight(scheduler->engine) == 0 || is_large(version))
+        return at_us;
+    free_us = scheduler->free_us > LEAD_US ? scheduler->free_us - LEAD_US : 0;
+    return at_us > free_us ? at_us : free_us;
+}
+
 static struct version *choose(const struct scheduler *scheduler, uint64_t now_us,
                               uint64_t *ret_next_us)
 {
@@ -94,11 +120,11 @@ static struct version *choose(const struct scheduler *scheduler, uint64_t now_us
 
     TAILQ_FOREACH(version, &scheduler->active, active)
     {
-        uint64_t ready_us = batch_ready_us(&version->queue);
+        uint64_t at_us = ready_us(scheduler, version);
 
-        if (ready_us > now_us) {
-            if (ready_us < *ret_next_us)
-                *ret_next_us = ready_us;
+        if (at_us > now_us) {
+            if (at_us < *ret_next_us)
+                *ret_next_us = at_us;
         } else if (!best || batch_before(batch_head(&version->queue), batch_head(&best->queue))) {
             best = version;
         }
@@ -134,6 +160,9 @@ static void launch(struct scheduler *scheduler, struct version *version, struct 
     }
     activate(scheduler, version);
     scheduler->n_running += n;
+    if (scheduler->free_us < now_us)
+        scheduler->free_us = now_us;
+    scheduler->free_us += version->run_us;
     engine_submit(scheduler->engine, batch);
 }
 
@@ -180,6 +209,19 @@ static bool end_part(struct scheduler *scheduler, struct request *request,
     return --request->n_parts == 0 && !request->item.queued;
 }
 
+/* How long batches take, without the time that they waited for the one before. */
+static void learn(struct scheduler *scheduler, struct version *version,
+                  const struct engine_batch *batch)
+{
+    uint64_t from_us =
+        batch->started_us > scheduler->ended_us ? batch->started_us : scheduler->ended_us;
+    uint64_t run_us = batch->ended_us > from_us ? batch->ended_us - from_us : 0;
+
+    version->run_us = version->run_us ? (3 * version->run_us + run_us) / 4 : run_us;
+    if (batch->ended_us > scheduler->ended_us)
+        scheduler->ended_us = batch->ended_us;
+}
+
 /* Takes the results over and frees the slot. Returns the number of requests in `ended`. */
 static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
                         struct request **ended)
@@ -191,7 +233,7 @@ static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
     if (batch->result == 0) {
         stats_batch(&version->served->stats, rows, batch->reason);
         stats_batch(&version->registry->total, rows, batch->reason);
-        version->run_us = (3 * version->run_us + batch->ended_us - batch->started_us) / 4;
+        learn(scheduler, version, batch);
     }
     for (unsigned i = 0; i < n_jobs; i++) {
         if (end_part(scheduler, batch->owners[i], batch, &batch->jobs[i]))

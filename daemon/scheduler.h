@@ -21,6 +21,8 @@ struct scheduler {
     uint64_t n_turns; /* of the loop */
     uint64_t queued_rows;
     unsigned n_queued, n_running;
+    uint64_t free_us;           /* when the device will have done all that was submitted: a guess */
+    uint64_t ended_us;          /* when the last batch ended */
     uint64_t answered, refused; /* requests that ended with a result, and with an error */
 
     int timer_fd; /* timerfd: microseconds, which libuv's timers do not have */

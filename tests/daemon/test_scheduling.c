@@ -214,6 +214,42 @@ static void waits_for_more_as_long_as_told(void **state)
     daemon_stop(&daemon);
 }
 
+/* A slot is free, but a small batch would only wait in it. */
+static void forms_when_the_device_is_about_to_be_free(void **state)
+{
+    struct proto_reply reply;
+    struct daemon daemon;
+
+    (void)state;
+    start(&daemon, "slots=2;delay_ms=200", NULL, "batching = { max_rows = 64; };\n");
+    client_start(&many[0], &daemon);
+    send_a(&many[0], 0);
+    assert_true(client_recv(&many[0], &reply, NULL)); /* it knows now how long a batch takes */
+    send_a(&many[0], 0);
+    for (int i = 0; i < 3; i++) {
+        sleep_ms(30);
+        send_a(&many[0], 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        assert_true(client_recv(&many[0], &reply, NULL));
+        assert_is_a(&reply);
+        assert_int_equal(reply.infer.batch_rows, i == 0 ? A_ROWS : 3 * A_ROWS);
+    }
+    /* A full one goes to the free slot at once. */
+    send_a(&many[0], 0);
+    sleep_ms(30);
+    for (int i = 0; i < 8; i++)
+        send_a(&many[0], 0);
+    for (int i = 0; i < 9; i++) {
+        assert_true(client_recv(&many[0], &reply, NULL));
+        assert_is_a(&reply);
+        assert_int_equal(reply.infer.batch_rows, i == 0 ? A_ROWS : 8 * A_ROWS);
+        assert_in_range(reply.infer.queue_us, 0, 120000);
+    }
+    client_close(&many[0]);
+    daemon_stop(&daemon);
+}
+
 /* ---- large requests ---- */
 
 #define ROWS 7 /* of each of the models below; batches take 2 */
@@ -391,9 +427,13 @@ static void fails_as_a_whole(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(serves_connections_in_turn),     cmocka_unit_test(serves_uids_by_rows),
-        cmocka_unit_test(waits_for_more_as_long_as_told), cmocka_unit_test(cuts_without_a_trace),
-        cmocka_unit_test(lets_others_in_between),         cmocka_unit_test(fails_as_a_whole),
+        cmocka_unit_test(serves_connections_in_turn),
+        cmocka_unit_test(serves_uids_by_rows),
+        cmocka_unit_test(waits_for_more_as_long_as_told),
+        cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
+        cmocka_unit_test(cuts_without_a_trace),
+        cmocka_unit_test(lets_others_in_between),
+        cmocka_unit_test(fails_as_a_whole),
     };
 
     return cmocka_run_group_tests(tests, prepare, NULL);
