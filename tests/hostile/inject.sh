@@ -24,7 +24,7 @@ fi
 # NAME:ERROR. After a second colon: libuv aborts where a pipe, a thread or the poll of its own fails, and the C library where
 # the stack of an ended thread cannot be unmapped; nothing of ours can be put in between.
 calls=(
-    read:EINTR read:EIO:ABRT write:EAGAIN:ABRT write:EINTR epoll_pwait:EINTR epoll_ctl:ENOMEM:ABRT accept4:ECONNABORTED accept4:EMFILE
+    read:EINTR write:EAGAIN:ABRT write:EINTR epoll_pwait:EINTR epoll_ctl:ENOMEM:ABRT accept4:ECONNABORTED accept4:EMFILE
     accept4:EINTR recvmsg:EINTR recvmsg:ENOMEM sendmsg:EINTR sendmsg:ENOBUFS sendmsg:ECONNRESET getsockopt:ENOBUFS
     mmap:ENOMEM:ABRT munmap:ENOMEM:ABRT mprotect:ENOMEM:ABRT openat:EMFILE openat:ENFILE openat:EINTR fcntl:EMFILE close:EINTR close:EIO
     memfd_create:ENFILE fallocate:EINTR fallocate:ENOSPC timerfd_settime:EINVAL prlimit64:EPERM clone3:EAGAIN:ABRT
