@@ -137,6 +137,7 @@ static int import(struct device_map *map, int fd)
     unsigned long long handle;
     int r;
 
+    /* NOLINTNEXTLINE(performance-no-int-to-ptr): so it is declared */
     r = cuda->import(&handle, (void *)(intptr_t)fd, POSIX_DESCRIPTOR);
     if (r != 0)
         return r;

@@ -172,6 +172,7 @@ struct buffer *buffer_unref(struct buffer *buffer)
 void *buffer_at(const struct buffer *buffer, uint64_t offset)
 {
     if (buffer->kind == BUFFER_CUDA)
+        /* NOLINTNEXTLINE(performance-no-int-to-ptr): it is the device's */
         return (void *)(uintptr_t)(buffer->owner->ops->memory_address(buffer->memory) + offset);
     return (uint8_t *)buffer->shm.data + offset;
 }

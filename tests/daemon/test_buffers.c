@@ -82,6 +82,40 @@ static void makes_sealed_zeroed_regions(void **state)
     assert_healthy(&d);
 }
 
+/* An old mapping never shows what came to somebody else later. S-18 */
+static void never_gives_a_region_twice(void **state)
+{
+    enum { SIZE = 65536, N = 8 };
+    static struct client other;
+    struct shm old[N], later;
+
+    (void)state;
+    client_start(&c, &d);
+    client_start(&other, &d);
+    for (int i = 0; i < N; i++) {
+        uint32_t handle = client_buffer(&c, SIZE, &old[i]);
+
+        memset(old[i].data, 0x11, SIZE);
+        release(handle, ERR_NONE);
+    }
+    sleep_ms(50);
+    for (int i = 0; i < N; i++) {
+        client_buffer(&other, SIZE, &later);
+        for (int k = 0; k < SIZE; k++)
+            assert_int_equal(((uint8_t *)later.data)[k], 0);
+        memset(later.data, 0x22, SIZE);
+        shm_deinit(&later);
+    }
+    for (int i = 0; i < N; i++) {
+        for (int k = 0; k < SIZE; k++)
+            assert_int_not_equal(((uint8_t *)old[i].data)[k], 0x22);
+        shm_deinit(&old[i]);
+    }
+    client_close(&other);
+    client_close(&c);
+    assert_healthy(&d);
+}
+
 static void refuses_sizes(void **state)
 {
     static const struct {
@@ -389,6 +423,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(makes_sealed_zeroed_regions),
+        cmocka_unit_test(never_gives_a_region_twice),
         cmocka_unit_test(refuses_sizes),
         cmocka_unit_test(offers_no_device_buffers),
         cmocka_unit_test(gives_and_takes_device_memory),
