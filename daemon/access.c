@@ -42,14 +42,15 @@ bool access_is_admin(uid_t uid, uid_t own, uid_t overflow, gid_t admin_gid, gid_
 static uid_t overflow_uid(void)
 {
     FILE *file = fopen("/proc/sys/kernel/overflowuid", "re");
-    unsigned uid = 65534;
+    char text[16] = "";
+    unsigned long uid = 0;
 
     if (file) {
-        if (fscanf(file, "%u", &uid) != 1)
-            uid = 65534;
+        if (fgets(text, sizeof(text), file))
+            uid = strtoul(text, NULL, 10);
         fclose(file);
     }
-    return uid;
+    return uid > 0 && uid < UINT32_MAX ? (uid_t)uid : 65534;
 }
 
 static int peer_groups(int socket, gid_t **ret_groups, unsigned *ret_n)

@@ -11,6 +11,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -29,9 +30,15 @@ static bool stderr_is_journal(void)
     const char *stream = getenv("JOURNAL_STREAM");
     unsigned long long dev, ino;
     struct stat st;
+    char *end;
 
-    return stream && sscanf(stream, "%llu:%llu", &dev, &ino) == 2 &&
-           fstat(STDERR_FILENO, &st) == 0 && st.st_dev == dev && st.st_ino == ino;
+    if (!stream || fstat(STDERR_FILENO, &st) != 0)
+        return false;
+    dev = strtoull(stream, &end, 10); /* "device:inode" */
+    if (*end != ':')
+        return false;
+    ino = strtoull(end + 1, NULL, 10);
+    return st.st_dev == dev && st.st_ino == ino;
 }
 
 void log_init(enum log_level level)

@@ -205,7 +205,7 @@ int registry_check(const char *models_dir, const char *weights_dir,
     names = calloc((size_t)n + 1, sizeof(*names));
     if (!names)
         r = report_set(report, -ENOMEM, "out of memory");
-    for (int i = 0; i < n && r == 0; i++) {
+    for (int i = 0; names && i < n && r == 0; i++) {
         struct version *version = calloc(1, sizeof(*version));
 
         if (!version) {
@@ -435,8 +435,10 @@ static void count_bytes(struct registry *registry)
 
 static void remove_served(struct registry *registry, struct served *served)
 {
-    unsigned place = registry_after(registry, served->name, strlen(served->name)) - 1;
+    unsigned place;
 
+    assert(served);
+    place = registry_after(registry, served->name, strlen(served->name)) - 1;
     registry->n--;
     memmove(&registry->served[place], &registry->served[place + 1],
             (registry->n - place) * sizeof(struct served *));

@@ -88,8 +88,8 @@ tsan: ## the suite under the thread sanitizer
 
 lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)tests/lint.sh
-	$(Q)git ls-files 'proto/*.c' 'kernels/*.c' 'kernels/cpu/*.c' 'daemon/*.c' 'client/*.c' | \
-	    xargs -r -P 2 -n 4 $(firstword $(shell command -v clang-tidy-14 clang-tidy)) --quiet -- $(filter-out -fstack-clash-protection,$(CFLAGS_)) 2>/dev/null
+	$(Q)tests/tidy.sh $(filter-out -MMD -MP,$(CFLAGS_))
+
 
 .PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills coverage coverage-now
 
