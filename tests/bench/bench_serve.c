@@ -39,7 +39,7 @@ static float x[K], y[K];
 
 static void die(const char *what)
 {
-    fprintf(stderr, "%s: %s\n", what, strerror(errno));
+    printf("%s: %s\n", what, strerror(errno));
     exit(1);
 }
 
@@ -201,7 +201,7 @@ static double time_call(struct fused *f, const struct fused_infer *call, int wan
     int r = fused_run(f, call, NULL);
 
     if (r != wanted) {
-        fprintf(stderr, "%s: %s\n", fused_code_name(r), fused_error_text(f));
+        printf("%s: %s\n", fused_code_name(r), fused_error_text(f));
         exit(1);
     }
     return (double)(now_ns() - begin) / 1e3;
@@ -473,7 +473,7 @@ int main(void)
     int far = (int)sysconf(_SC_NPROCESSORS_ONLN) > 1 ? 1 : 0;
 
     setvbuf(stdout, NULL, _IOLBF, 0);
-    if (!freopen("/dev/null", "w", stderr))
+    if (!freopen("/dev/null", "w", stderr)) /* the daemons' logs */
         return 1;
     printf("%-34s %12s %12s %8s   %s\n", "", "ours", "yardstick", "ratio", "goal");
     bench_call("call: two cores, ping-pong", far, 1.5);
