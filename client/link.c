@@ -524,9 +524,10 @@ static int send_out(struct fused *f, size_t n, int fd, int64_t deadline)
         if (r == -EPIPE) {
             while (f->n_losses == n_losses && link_receive(f) > 0)
                 ;
-            if (f->n_losses != n_losses)
-                return -ECONNRESET;
-            return link_break(f, -EPIPE, "the server closed the connection");
+            /* While the other side is being closed, the end may not be there to be read yet. */
+            if (f->n_losses == n_losses && !f->broken)
+                lose(f, -EPIPE, "the server closed the connection");
+            return f->n_losses == n_losses ? f->broken : -ECONNRESET;
         }
         if (r != -EAGAIN)
             return link_fail_errno(f, r);

@@ -93,7 +93,7 @@ struct client {
     char wrong[400];
 };
 
-static atomic_bool finished;
+static atomic_bool finished, failed;
 static atomic_ullong n_answers[CLIENTS];
 
 /* A region of the kind that the client's number says. */
@@ -170,8 +170,10 @@ static void *run_client(void *data)
             wrong = "fused_submit() failed";
     while (wrong == NULL && fused_in_flight(c->f) > 0)
         wrong = take_one(c);
-    if (wrong != NULL)
+    if (wrong != NULL) {
         snprintf(c->wrong, sizeof(c->wrong), "%s (%s)", wrong, fused_error_text(c->f));
+        atomic_store(&failed, true);
+    }
     return NULL;
 }
 
@@ -184,7 +186,8 @@ static void wait_for_answers(unsigned long long n)
     for (int c = 0; c < CLIENTS; c++)
         until[c] = atomic_load(&n_answers[c]) + n;
     for (int c = 0; c < CLIENTS; c++)
-        for (int i = 0; i < 10000 && atomic_load(&n_answers[c]) < until[c]; i++)
+        for (int i = 0; i < 10000 && !atomic_load(&failed) && atomic_load(&n_answers[c]) < until[c];
+             i++)
             nanosleep(&pause, NULL);
 }
 
@@ -202,7 +205,7 @@ static void restart_under_load(int signal)
         fused_set_reconnect(clients[i].f, 20000);
         assert_int_equal(pthread_create(&clients[i].thread, NULL, run_client, &clients[i]), 0);
     }
-    for (int k = 0; k < KILLS; k++) {
+    for (int k = 0; k < KILLS && !atomic_load(&failed); k++) {
         wait_for_answers(DEPTH + 1 + (unsigned)rand_r(&seed) % 100);
         kill(served.pid, signal);
         assert_int_equal(waitpid(served.pid, NULL, 0), served.pid);
