@@ -4,9 +4,12 @@
  * A run of many rows is cut into pieces, each with the kernel that is fastest for it; results do
  * not depend on the cut (product.cuh).
  */
+#include <cuda.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+#include <cudaTypedefs.h>
 
 #include "kernels/cuda/linear_norm_min.h"
 #include "kernels/cuda/product.h"
@@ -17,6 +20,7 @@ struct linear_norm_min {
     struct product_run run; /* what is the same in every run */
     uint8_t *memory;        /* weights, then four arrays of [out] floats */
     int clusters;           /* of wide_product, that run at a time */
+    PFN_cuTensorMapEncodeTiled_v12000 encode;
     char text[240];
 };
 
@@ -139,6 +143,37 @@ static int relate_channels(struct linear_norm_min *fused, cudaStream_t stream,
     return r;
 }
 
+/* The driver's function that makes tensor maps, without linking the driver. */
+static int find_encode(struct linear_norm_min *fused, struct report *report)
+{
+    cudaDriverEntryPointQueryResult result;
+    void *function = NULL;
+    int r = CUDA(report, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                          12000, cudaEnableDefault, &result));
+
+    if (r == 0 && !function)
+        r = report_set(report, -ENODEV, "the driver makes no tensor maps");
+    fused->encode = (PFN_cuTensorMapEncodeTiled_v12000)function;
+    return r;
+}
+
+/* All scales of a run's work space, in boxes of a tile's. */
+static int map_scales(const struct linear_norm_min *fused, const struct product_run *run,
+                      uint64_t size, int tile, CUtensorMap *ret, struct report *report)
+{
+    cuuint64_t n = size / sizeof(float), strides = 0;
+    cuuint32_t box = SCALES(tile), step = 1;
+
+    if (fused->kind != PRODUCT_EXACT)
+        return 0;
+    if (fused->encode(ret, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 1, run->scales, &n, &strides, &box,
+                      &step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                      CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+        return report_set(report, -EINVAL, "cuTensorMapEncodeTiled: no map of %llu scales",
+                          (unsigned long long)n);
+    return 0;
+}
+
 static void describe(struct linear_norm_min *fused)
 {
     static const char *const words[] = {"three fp16 products of split halves, moved to float32 "
@@ -180,7 +215,9 @@ extern "C" int linear_norm_min_new(const struct linear_norm_min_shape *shape, co
     fused->run.units = s.units;
     fused->run.slabs = (int)(shape->out / SLAB);
     fused->run.eps = shape->eps;
-    r = wide_product_ready(fused->kind, &fused->clusters, report);
+    r = find_encode(fused, report);
+    if (r == 0)
+        r = wide_product_ready(fused->kind, &fused->clusters, report);
     if (r == 0)
         r = narrow_product_ready(fused->kind, report);
     if (r == 0)
@@ -239,15 +276,19 @@ extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStre
         run.n = piece.rows;
         run.to = to;
 
+        CUtensorMap scales = {};
         int tile = piece.wide ? HALF : piece.tile;
 
-        r = rows_cuda(stream, fused->kind, tile,
-                      rounded(piece.rows, piece.wide ? WIDE_ROWS : piece.tile), x, fused->shape.in,
-                      &run, report);
+        r = map_scales(fused, &run, s.scales, tile, &scales, report);
+        if (r == 0)
+            r = rows_cuda(stream, fused->kind, tile,
+                          rounded(piece.rows, piece.wide ? WIDE_ROWS : piece.tile), x,
+                          fused->shape.in, &run, report);
         if (r == 0 && piece.wide)
-            r = wide_product_cuda(stream, fused->kind, piece.few, fused->clusters, &run, report);
+            r = wide_product_cuda(stream, fused->kind, piece.few, fused->clusters, &run, &scales,
+                                  report);
         else if (r == 0)
-            r = narrow_product_cuda(stream, fused->kind, piece.tile, &run, report);
+            r = narrow_product_cuda(stream, fused->kind, piece.tile, &run, &scales, report);
         x = (const char *)x + piece.rows * row_size;
         to += piece.rows;
     }

@@ -31,7 +31,8 @@ template <int T> struct narrow {
 };
 
 template <int KIND, int T>
-static __device__ void narrow_load(const struct product_run &run, uint32_t shared)
+static __device__ void narrow_load(const struct product_run &run, const CUtensorMap *map,
+                                   uint32_t shared)
 {
     typedef struct narrow<T> narrow;
     constexpr uint32_t scales = KIND == PRODUCT_EXACT ? narrow::scales_size : 0;
@@ -65,8 +66,8 @@ static __device__ void narrow_load(const struct product_run &run, uint32_t share
         else
             bulk_copy(at + narrow::right, rows, part, full + 8 * stage);
         if (scales)
-            bulk_copy(at + narrow::scales, run.scales + (tile + u) * (narrow::scales_size / 4),
-                      scales, full + 8 * stage);
+            box_copy(at + narrow::scales, map, (uint32_t)((tile + u) * (narrow::scales_size / 4)),
+                     full + 8 * stage);
         if (++stage == narrow::stages) {
             stage = 0;
             parity ^= 1;
@@ -147,7 +148,8 @@ static __device__ __forceinline__ void narrow_consume(const struct product_run &
 
 template <int KIND, int T>
 static __global__ void __launch_bounds__(narrow<T>::threads, 1)
-    narrow_kernel(const __grid_constant__ struct product_run run)
+    narrow_kernel(const __grid_constant__ struct product_run run,
+                  const __grid_constant__ CUtensorMap scales)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef struct narrow<T> narrow;
@@ -168,7 +170,7 @@ static __global__ void __launch_bounds__(narrow<T>::threads, 1)
     if (threadIdx.x < narrow::warpgroups * WARPGROUP)
         narrow_consume<KIND, T>(run, memory);
     else if (threadIdx.x % WARP == 0)
-        narrow_load<KIND, T>(run, shared);
+        narrow_load<KIND, T>(run, &scales, shared);
     if (narrow::cluster > 1)
         cluster_sync(); /* the other blocks may still arrive here, or copy to here */
 #else
@@ -187,7 +189,7 @@ struct narrow_choice {
 
 template <int KIND, int T> static struct narrow_choice choice(void)
 {
-    return {(const void *)(void (*)(struct product_run))narrow_kernel<KIND, T>, T,
+    return {(const void *)(void (*)(struct product_run, CUtensorMap))narrow_kernel<KIND, T>, T,
             narrow<T>::threads, narrow<T>::cluster, narrow<T>::size};
 }
 
@@ -235,7 +237,8 @@ extern "C" int narrow_product_ready(enum product_kind kind, struct report *repor
 }
 
 extern "C" int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, int tile,
-                                   const struct product_run *run, struct report *report)
+                                   const struct product_run *run, const CUtensorMap *scales,
+                                   struct report *report)
 {
     int64_t tiles = (run->n + tile - 1) / tile;
     int i = 0;
@@ -246,5 +249,5 @@ extern "C" int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, 
     struct narrow_choice c = narrow_of(kind, i);
 
     return launch_early(c.kernel, (unsigned)(run->slabs * tiles), (unsigned)c.cluster,
-                        (unsigned)c.threads, c.size, stream, run, report);
+                        (unsigned)c.threads, c.size, stream, run, scales, report);
 }

@@ -287,9 +287,10 @@ static __device__ __forceinline__ void finish(const struct product_run &run, uin
  */
 static inline int launch_early(const void *kernel, unsigned blocks, unsigned cluster,
                                unsigned threads, int shared, cudaStream_t stream,
-                               const struct product_run *run, struct report *report)
+                               const struct product_run *run, const CUtensorMap *scales,
+                               struct report *report)
 {
-    void *arguments[] = {(void *)run};
+    void *arguments[] = {(void *)run, (void *)scales};
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
 

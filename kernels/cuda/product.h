@@ -6,6 +6,8 @@
  */
 #pragma once
 
+#include <cuda.h>
+
 #include "kernels/cuda/launch.h"
 
 #ifdef __cplusplus
@@ -66,12 +68,14 @@ bool product_runs_here(void);
 int wide_product_ready(enum product_kind kind, int *ret_clusters, struct report *report);
 int narrow_product_ready(enum product_kind kind, struct report *report);
 
-/* Tiles of 128 channels x 256 rows, or with `few` of 64 x 256. At most `clusters` run at a time. */
+/* `scales`: run->scales in boxes of a tile's (exact). Tiles of 128 channels x 256 rows, or with
+ * `few` of 64 x 256. At most `clusters` run at a time. */
 int wide_product_cuda(cudaStream_t stream, enum product_kind kind, bool few, int clusters,
-                      struct product_run *run, struct report *report);
+                      struct product_run *run, const CUtensorMap *scales, struct report *report);
 /* Tiles of 64 channels x `tile` rows. */
 int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, int tile,
-                        const struct product_run *run, struct report *report);
+                        const struct product_run *run, const CUtensorMap *scales,
+                        struct report *report);
 
 #ifdef __cplusplus
 }

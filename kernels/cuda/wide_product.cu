@@ -42,7 +42,8 @@ __attribute__((unused)) static __device__ __forceinline__ struct ring ring_at(ui
 }
 
 template <int KIND, bool FEW>
-static __device__ void wide_load(const struct product_run &run, uint32_t shared)
+static __device__ void wide_load(const struct product_run &run, const CUtensorMap *scales,
+                                 uint32_t shared)
 {
     typedef struct wide<FEW> wide;
     const struct ring ring = ring_at(shared + wide::barriers);
@@ -78,8 +79,8 @@ static __device__ void wide_load(const struct product_run &run, uint32_t shared)
                              run.rows + at * HALF_SIZE + rank * (HALF_SIZE / 2), HALF_SIZE / 2,
                              full, 3);
                 if (KIND == PRODUCT_EXACT)
-                    bulk_copy(shared + wide::scales + right * HALF * 4, run.scales + at * HALF,
-                              HALF * 4, full);
+                    box_copy(shared + wide::scales + right * HALF * 4, scales,
+                             (uint32_t)(at * HALF), full);
                 if (++right == RIGHTS) {
                     right = 0;
                     right_parity ^= 1;
@@ -250,7 +251,8 @@ static __device__ __forceinline__ void wide_consume(const struct product_run &ru
 
 template <int KIND, bool FEW>
 static __global__ void __launch_bounds__(3 * WARPGROUP, 1)
-    wide_kernel(const __grid_constant__ struct product_run run)
+    wide_kernel(const __grid_constant__ struct product_run run,
+                const __grid_constant__ CUtensorMap scales)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef struct wide<FEW> wide;
@@ -275,7 +277,7 @@ static __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     if (threadIdx.x < WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0)
-            wide_load<KIND, FEW>(run, shared);
+            wide_load<KIND, FEW>(run, &scales, shared);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         wide_consume<KIND, FEW>(run, memory);
@@ -288,7 +290,7 @@ static __global__ void __launch_bounds__(3 * WARPGROUP, 1)
 
 /* Launching */
 
-typedef void (*wide_fn)(struct product_run);
+typedef void (*wide_fn)(struct product_run, CUtensorMap);
 
 static wide_fn wide_of(enum product_kind kind, bool few)
 {
@@ -345,12 +347,13 @@ extern "C" int wide_product_ready(enum product_kind kind, int *ret_clusters, str
 }
 
 extern "C" int wide_product_cuda(cudaStream_t stream, enum product_kind kind, bool few,
-                                 int clusters, struct product_run *run, struct report *report)
+                                 int clusters, struct product_run *run, const CUtensorMap *scales,
+                                 struct report *report)
 {
     run->tiles_m = run->slabs / (few ? 2 : 4);
     run->tiles_n = (int)((run->n + WIDE_ROWS - 1) / WIDE_ROWS);
     if (clusters > run->tiles_m * run->tiles_n)
         clusters = run->tiles_m * run->tiles_n;
     return launch_early((const void *)wide_of(kind, few), (unsigned)clusters * 2, 2, 3 * WARPGROUP,
-                        wide_size(few), stream, run, report);
+                        wide_size(few), stream, run, scales, report);
 }

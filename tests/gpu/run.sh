@@ -43,8 +43,7 @@ check)
     ;;
 sanitizer)
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-    # Small tests: the tools slow kernels down up to a thousand times. racecheck takes bulk copies that end at a barrier in
-    # shared memory for races (memcheck and synccheck do not object): it gets the kernels without them.
+    # Small tests: the tools slow kernels down up to a thousand times, and racecheck does not end on the golden cases.
     for tool in memcheck initcheck synccheck racecheck; do
         [ $tool = racecheck ] ||
             one 100 "$tool: golden" "$sanitizer" --tool $tool --error-exitcode 9 "$B/tests/gpu/test_gpu_golden"
