@@ -30,7 +30,9 @@ WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla
 # Resolvers of target_clones run before the thread sanitizer is ready, and crash in it: one copy of each function then.
 SAN     := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer) \
            $(if $(findstring thread,$(SANITIZE)),'-Dtarget_clones(...)=used')
-CFLAGS_ := -std=gnu17 $(OPT) $(WARN) $(SAN) -fPIC -fvisibility=hidden -fstack-clash-protection -ffp-contract=off \
+# The sanitizers check more, and clash with it.
+HARDEN  := $(if $(SANITIZE),,-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=2)
+CFLAGS_ := -std=gnu17 $(OPT) $(WARN) $(SAN) -fPIC -fvisibility=hidden -fstack-clash-protection -fstack-protector-strong $(HARDEN) -ffp-contract=off \
            -D_GNU_SOURCE -DFUSED_VERSION='"$(VERSION)"' -I. $(CFLAGS)
 LDFLAGS_ := $(SAN) -Wl,--as-needed -Wl,-z,now -Wl,-z,relro $(LDFLAGS)
 
