@@ -92,7 +92,7 @@ leaves_no_names() {
     pid=$(property MainPID)
     traffic 2000 4
     sleep 0.3
-    systemctl kill -s KILL fused.service
+    systemctl kill --kill-whom=main -s KILL fused.service
     soon 5 served_by_another "$pid"
     traffic_counts
     equals "$(find /dev/shm /dev/mqueue /tmp -user fused | wc -l)" 0

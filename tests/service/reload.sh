@@ -38,12 +38,12 @@ bad_files() {
 
 # Not through systemctl: nobody looked at the files before.
 bad_files_by_signal() {
-    systemctl kill -s HUP fused.service
+    systemctl kill --kill-whom=main -s HUP fused.service
     soon 2 matches_status 'the last reload changed nothing: .*models.d|the last reload changed nothing: a_4x64x64_g1.conf:[0-9]+: nonsense'
     is SubState running
     infer
     cp tests/golden/$model.conf /etc/fused/models.d/
-    systemctl kill -s HUP fused.service
+    systemctl kill --kill-whom=main -s HUP fused.service
     soon 2 matches_status '^Serving 2 models[^;]*$'
 }
 
@@ -100,7 +100,7 @@ under_load() {
     is MainPID "$pid"
     matches "$(fusectl models)" "^$model "
     mark
-    systemctl kill -s HUP fused.service
+    systemctl kill --kill-whom=main -s HUP fused.service
     soon 2 journal_has server.reloaded
 }
 

@@ -51,7 +51,7 @@ hangup_while_starting() {
     systemctl start --no-block fused.service
     soon 2 is StatusText "Loading models"
     serve_model a_3x64x64_g64
-    systemctl kill -s HUP fused.service
+    systemctl kill --kill-whom=main -s HUP fused.service
     soon 5 infer a_3x64x64_g64
     is NRestarts 0
 }
