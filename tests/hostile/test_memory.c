@@ -152,8 +152,8 @@ static void *change(void *data)
 
         if (fd < 0)
             continue;
-        if (ftruncate(fd, 0) == 0)
-            ftruncate(fd, 8192);
+        if (ftruncate(fd, 0) == 0 && ftruncate(fd, 8192) != 0)
+            break;
         fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 8192);
         fallocate(fd, 0, 0, 8192);
     }
