@@ -68,14 +68,17 @@ static void end_now(struct server *server, enum proto_error error, int code)
     leave(server, code);
 }
 
-static void on_lost(void *context, const char *why)
+void server_lost(struct server *server, const char *why)
 {
-    struct server *server = context;
-
     server->state = SERVER_LOST;
     log_error("device.lost", "%s; answering GPU_LOST and ending", why);
     service_stopping("The device is lost");
     end_now(server, ERR_GPU_LOST, EXIT_DEVICE_LOST);
+}
+
+static void on_lost(void *context, const char *why)
+{
+    server_lost(context, why);
 }
 
 static void stop_accepting(struct server *server)
@@ -260,7 +263,7 @@ static void on_tick(uv_timer_t *tick)
 
     if (oldest_us < now_us &&
         now_us - oldest_us >= (uint64_t)server->config.batch_timeout_ms * 1000)
-        on_lost(server, "a batch runs longer than batch_timeout_ms");
+        server_lost(server, "a batch runs longer than batch_timeout_ms");
     if (server->watchdog_us > 0 && now_us >= server->watchdog_next_us) {
         service_watchdog();
         server->watchdog_next_us = now_us + server->watchdog_us;
@@ -278,6 +281,8 @@ static void on_tick(uv_timer_t *tick)
 
 void server_changed(struct server *server, const struct registry_job *job)
 {
+    if (job->result == -ENOTRECOVERABLE)
+        server_lost(server, job->report.text);
     if (job->result < 0) {
         log_error("models.failed", "%s", job->report.text);
         return;

@@ -89,5 +89,7 @@ const char *server_state_name(const struct server *server);
 /* Something ended: a drain may be over. */
 void server_progress(struct server *server);
 void server_drain(struct server *server, const char *why);
+/* The device is gone: tells everybody who waits, and ends the process. */
+void server_lost(struct server *server, const char *why);
 /* Logs what a change of models came to. */
 void server_changed(struct server *server, const struct registry_job *job);

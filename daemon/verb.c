@@ -133,6 +133,8 @@ static void on_buffer_made(struct buffer *buffer, void *context)
     int r = buffer->result;
 
     server->n_client_works--;
+    if (r == -ENOTRECOVERABLE)
+        server_lost(server, buffer->report.text);
     if (!conn || r < 0) {
         const char *text = buffer->reason           ? buffer->reason
                            : buffer->report.text[0] ? buffer->report.text

@@ -14,6 +14,7 @@
  *   hang_from=N        batches from N on never end
  *   sticky_from=N      from batch N on the device is lost, seen when the batch ends
  *   load_ms=N          loading a model takes that long
+ *   lost_load=N        from the N-th load on the device is lost; so for lost_pin and lost_memory
  *   oom_load_over=N    a model that keeps more than N bytes does not fit
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
@@ -38,7 +39,7 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over;
+        device_memory, oom_memory_over, lost_load, lost_pin, lost_memory;
 };
 
 struct slot {
@@ -53,6 +54,7 @@ struct backend {
     long n_started;
     struct slot slots[BACKEND_SLOTS_MAX];
     atomic_long n_pinned, n_memory;
+    atomic_long n_loads, n_pins, n_memories; /* asked for, whatever came of it */
 };
 
 struct memory {
@@ -96,6 +98,9 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"open_fails", &script->open_fails, NULL},
         {"device_memory", &script->device_memory, NULL},
         {"oom_memory_over", &script->oom_memory_over, NULL},
+        {"lost_load", &script->lost_load, NULL},
+        {"lost_pin", &script->lost_pin, NULL},
+        {"lost_memory", &script->lost_memory, NULL},
     };
 
     script->slots = 1;
@@ -159,6 +164,14 @@ static void fake_info(struct backend *backend, struct backend_info *ret)
     ret->slots = (unsigned)backend->script.slots;
 }
 
+/* Counts a call, which ends so when the device is lost by then. */
+static int count_call(atomic_long *n, long lost_from, struct report *report)
+{
+    if (atomic_fetch_add(n, 1) + 1 < lost_from || lost_from == 0)
+        return 0;
+    return report_set(report, -ENOTRECOVERABLE, "the script says that the device is lost");
+}
+
 static int fake_load(struct backend *backend, const struct pipeline *pipeline, uint32_t max_rows,
                      struct plan **ret, struct report *report)
 {
@@ -167,6 +180,9 @@ static int fake_load(struct backend *backend, const struct pipeline *pipeline, u
     int r;
 
     sleep_ms(backend->script.load_ms);
+    r = count_call(&backend->n_loads, backend->script.lost_load, report);
+    if (r < 0)
+        return r;
     r = backend_cpu()->load(backend->cpu, pipeline, max_rows, &plan, report);
     if (r < 0)
         return r;
@@ -237,8 +253,12 @@ static int fake_pin(struct backend *backend, void *data, size_t size, struct mem
                     struct report *report)
 {
     struct memory *memory;
+    int r;
 
     (void)data;
+    r = count_call(&backend->n_pins, backend->script.lost_pin, report);
+    if (r < 0)
+        return r;
     if (backend->script.oom_pin_over > 0 && size > (size_t)backend->script.oom_pin_over)
         return report_set(report, -ENOMEM, "the pages cannot be pinned");
     memory = malloc(sizeof(*memory));
@@ -263,9 +283,15 @@ static int memory_map(struct backend *backend, int fd, size_t size, struct memor
     struct memory *memory = calloc(1, sizeof(*memory));
     size_t mapped = (size + GRANULE - 1) / GRANULE * GRANULE;
     struct stat st;
+    int r;
 
     if (!memory)
         return report_set(report, -ENOMEM, "out of memory");
+    r = count_call(&backend->n_memories, backend->script.lost_memory, report);
+    if (r < 0) {
+        free(memory);
+        return r;
+    }
     memory->size = mapped;
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) || (size_t)st.st_size != mapped) {
         free(memory);

@@ -2,6 +2,7 @@
  * test_lifecycle.c - start, readiness, drain, lost device, and whose the socket is
  */
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/un.h>
 
 #include "daemon.h"
@@ -544,6 +545,62 @@ static void ends_when_the_device_is_lost(void **state)
     ends_with("slots=3;delay_ms=100;sticky_from=1", "", 0, 0, ERR_GPU_LOST, 70);
 }
 
+/* A running request and the one that met the lost device are told alike. */
+static void ends_at(const char *script, struct proto_request *last, int fd)
+{
+    struct proto_request request = infer_a(x);
+    struct proto_reply reply;
+    unsigned n_lost = 0;
+    struct daemon d;
+
+    one_model(&d);
+    daemon_spawn(&d, script);
+    daemon_wait_ready(&d);
+    add_model(&d, MODEL_B);
+    client_start(&c, &d);
+    client_send(&c, &request, -1);
+    client_send(&c, last, fd);
+    for (int i = 0; i < 2; i++) {
+        assert_true(client_recv(&c, &reply, NULL));
+        assert_error(&reply, ERR_GPU_LOST);
+        n_lost += reply.id == request.id || reply.id == last->id;
+    }
+    assert_int_equal(n_lost, 2);
+    assert_true(client_is_closed(&c));
+    client_close(&c);
+    assert_int_equal(daemon_join(&d, 5), 70);
+    assert_true(log_has(&d, "device.lost"));
+    daemon_remove(&d);
+}
+
+/* Helper threads learn of it, too. */
+static void ends_when_the_device_is_lost_outside_a_batch(void **state)
+{
+    struct proto_request load = {.verb = VERB_MODEL_LOAD, .model.name = str(MODEL_B)},
+                         create = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = 4096},
+                         import = {.verb = VERB_BUFFER_REGISTER,
+                                   .buffer_register = {.kind = BUFFER_CUDA, .size_bytes = 4096}};
+    struct daemon d;
+    int fd = memfd_create("import", MFD_CLOEXEC);
+
+    (void)state;
+    assert_true(fd >= 0);
+    ends_at("delay_ms=60000;lost_load=2", &load, -1);
+    load.id = 0;
+    load.verb = VERB_MODEL_RELOAD;
+    load.model.name = str("");
+    ends_at("delay_ms=60000;lost_load=2", &load, -1);
+    ends_at("delay_ms=60000;pins=1;lost_pin=1", &create, -1);
+    create.id = 0;
+    create.buffer_create.kind = BUFFER_CUDA;
+    ends_at("delay_ms=60000;device_memory=1;lost_memory=1", &create, -1);
+    ends_at("delay_ms=60000;device_memory=1;lost_memory=1", &import, fd);
+    close(fd);
+    one_model(&d);
+    assert_int_equal(run(&d, "lost_load=1"), 70);
+    daemon_remove(&d);
+}
+
 /* G-04 */
 static void ends_when_a_batch_does_not(void **state)
 {
@@ -651,6 +708,7 @@ int main(void)
         cmocka_unit_test(ends_a_drain_in_time),
         cmocka_unit_test(ends_at_a_second_signal),
         cmocka_unit_test(ends_when_the_device_is_lost),
+        cmocka_unit_test(ends_when_the_device_is_lost_outside_a_batch),
         cmocka_unit_test(ends_when_a_batch_does_not),
         cmocka_unit_test(survives_dying_clients),
         cmocka_unit_test(ignores_sigpipe),
