@@ -10,7 +10,6 @@
  * wrong on request (backend_options.script).
  */
 #include <errno.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -113,10 +112,13 @@ static int cuda_open(const struct backend_options *options, struct backend **ret
 
     if (!backend)
         return report_set(report, -ENOMEM, "out of memory");
+    r = faulty_parse(&backend->faulty, options->script, report);
+    if (r < 0) {
+        free(backend);
+        return r;
+    }
     backend->device = options->device;
     r = open_device(backend, options, report);
-    if (r == 0)
-        r = faulty_parse(&backend->faulty, options->script, report);
     if (r == 0)
         r = probe(backend, report);
     if (r == 0)

@@ -68,9 +68,10 @@ static int write_states(struct slot *slot, const struct part *part, struct repor
     return r;
 }
 
-/* A row of a compact result that comes in full: behind the states and the full rows before it. */
+/* Sample k of a part of a compact result comes in full: behind the states and the full rows before
+ * it. */
 static bool place_compact_row(struct slot *slot, struct part *row, const struct part *part,
-                              uint64_t row_bytes)
+                              int64_t k, uint64_t row_bytes)
 {
     struct job *job = part->job;
     uint64_t at = BACKEND_COMPACT_ROOM(job->rows) + job->n_full * row_bytes;
@@ -84,7 +85,7 @@ static bool place_compact_row(struct slot *slot, struct part *row, const struct 
     job->n_full++;
     *row = (struct part){.job = job};
     row->y = block_place(slot, row, (char *)job->y + at, row_bytes,
-                         (char *)block_arena(slot)->result + row_bytes * (uint64_t)part->row);
+                         (char *)block_arena(slot)->result + row_bytes * (uint64_t)(part->row + k));
     return true;
 }
 
@@ -123,7 +124,8 @@ static int gather_full(struct slot *slot, int *ret_n, struct report *report)
 
             if (state_of(slot, row) != STATE_FULL)
                 continue;
-            if (compact && !place_compact_row(slot, &slot->parts[slot->n_parts], part, out_bytes))
+            if (compact &&
+                !place_compact_row(slot, &slot->parts[slot->n_parts], part, k, out_bytes))
                 continue;
             if (!all && (from != x || rows != row))
                 r = CUDA(report, cudaMemcpyAsync(x + (uint64_t)rows * in_bytes,

@@ -23,8 +23,10 @@ static __device__ __forceinline__ float2 moments(double mean, double squares, in
                                                  float eps)
 {
     float variance = (float)squares / (float)size;
+    float rstd = 1.0f / sqrtf(variance + eps);
 
-    return make_float2((float)mean, 1.0f / sqrtf(variance + eps));
+    /* Without a mean that might take a difference to infinity, and 0 times it to NaN. */
+    return make_float2(rstd == 0 ? 0.0f : (float)mean, rstd);
 }
 
 static __global__ void __launch_bounds__(THREADS) stats_warp_kernel(const struct stats stats)
@@ -201,6 +203,8 @@ static __global__ void __launch_bounds__(THREADS) norm_min_kernel(const struct n
                 squares += __shfl_xor_sync(~0u, squares, lane);
             float rstd = 1.0f / sqrtf(squares / (LANES * 4) + p.eps);
 
+            if (rstd == 0) /* a difference may be infinite */
+                v = make_float4(0, 0, 0, 0);
             float a = min_nan(__fmaf_rn(v.x, rstd * gamma.x, beta.x),
                               __fmaf_rn(v.y, rstd * gamma.y, beta.y));
             float b = min_nan(__fmaf_rn(v.z, rstd * gamma.z, beta.z),

@@ -375,11 +375,11 @@ static void test_guard(void **state)
     free(y);
 }
 
-/* Compact results of B: states, then full samples in order; too little room fails that job alone.
- */
-static void test_compact_b(void **state)
+/* Compact results of B: states, then full samples in order, two in a block; too little room fails
+ * that job alone. */
+static void check_compact(int d, int h, int w)
 {
-    struct pipeline *pipeline = models_b(&fixture, true, 5, 9, 12, "0.0");
+    struct pipeline *pipeline = models_b(&fixture, true, d, h, w, "0.0");
     struct plan *plan = device_load(device_get(), pipeline, 16);
     size_t in = (size_t)shape_elements(&pipeline->in), out = (size_t)shape_elements(&pipeline->out);
     const uint32_t rows = 37;
@@ -387,10 +387,9 @@ static void test_compact_b(void **state)
     float *x = array(rows * in, 4), *whole = array(rows * out, 4);
     uint8_t *y = array(1, room + rows * out * 4), *small = array(1, room + out * 4 - 1);
 
-    (void)state;
     models_input(x, rows * in, 5, -0.5f);
-    for (uint32_t row = 3; row < rows; row += 8)
-        x[row * in + row] = row % 16 == 3 ? 1e38f : NAN;
+    for (uint32_t row = 3; row < rows; row += 4)
+        x[row * in + row] = row % 8 == 3 ? 1e38f : NAN;
     for (int kind = 0; kind < 3; kind++) {
         struct job jobs[3] = {
             {.x = x, .y = y, .y_size = room + rows * out * 4, .rows = rows, .compact = true},
@@ -407,7 +406,7 @@ static void test_compact_b(void **state)
         jobs[1] = (struct job){.x = x, .y = whole, .y_size = rows * out * 4, .rows = rows};
         device_run_in(device_get(), plan, &jobs[1], 1, x_size, kind, 0);
         for (uint32_t row = 0; row < rows; row++) {
-            int want = row % 8 != 3 ? 0 : row % 16 == 3 ? 2 : 1;
+            int want = row % 4 != 3 ? 0 : row % 8 == 3 ? 2 : 1;
 
             if (y[row] != want)
                 fail_msg("state of row %u is %d, not %d", row, y[row], want);
@@ -424,6 +423,38 @@ static void test_compact_b(void **state)
     free(whole);
     free(y);
     free(small);
+}
+
+/* A variance beyond float32 gives beta, also where a difference from the mean is beyond it too. */
+static void test_overflow(void **state)
+{
+    static const char text[] =
+        "name = \"n\"; weights = \"" FIXTURE_WEIGHTS "\"; input = { shape = [32]; };"
+        "stages = ({ op = \"group_norm\"; groups = 2; weight = \"g\"; bias = \"h\"; });";
+    struct pipeline *pipeline = models_build(&fixture, text, 1);
+    struct plan *plan = device_load(device_get(), pipeline, 4);
+    float x[32], y[32];
+    struct job job = {.x = x, .y = y, .y_size = sizeof(y), .rows = 1};
+
+    (void)state;
+    models_input(x, 32, 1, -0.5f);
+    for (int i = 0; i < 16; i++)
+        x[i] = i == 5 ? -3e38f : 3e38f;
+    device_run(device_get(), plan, &job, 1);
+    assert_int_equal(job.result, 0);
+    for (int i = 0; i < 32; i++)
+        if (i < 16 ? y[i] != models_fill("h", i) : !isfinite(y[i]))
+            fail_msg("y[%d] is %.9g, beta %.9g", i, (double)y[i], (double)models_fill("h", i));
+    device_get()->ops->unload(device_get()->backend, plan);
+    pipeline_free(pipeline);
+}
+
+/* Samples that kernels write themselves, and those above 256 KiB that the copy engine brings. */
+static void test_compact_b(void **state)
+{
+    (void)state;
+    check_compact(5, 9, 12);
+    check_compact(18, 20, 20);
 }
 
 /* Compact and full results of A in one batch. */
@@ -664,7 +695,10 @@ static void test_refusals(void **state)
     struct plan *plan;
     struct report report;
     size_t before = device_free();
-    float x[3 * 5 * 9 * 12] = {0}, *y = array((size_t)shape_elements(&b->out), 4);
+    float *x = array((size_t)shape_elements(&b->in), 4);
+    float *y = array((size_t)shape_elements(&b->out), 4);
+    struct backend_options wrong = {.script = "fault"};
+    struct backend *backend = NULL;
     struct job jobs[3] = {
         {.x = x, .y = y, .y_size = 16, .rows = 1, .compact = true},
         {.x = x, .y = y, .y_size = (uint64_t)shape_elements(&b->out) * 4 - 1, .rows = 1},
@@ -672,6 +706,9 @@ static void test_refusals(void **state)
     };
 
     (void)state;
+    assert_int_equal(device->ops->open(&wrong, &backend, &report), -EINVAL);
+    assert_string_equal(report.text, "this backend takes no script");
+    assert_null(backend);
     assert_int_equal(device->ops->load(device->backend, a, 100u << 20, &plan, &report), -ENOMEM);
     printf("%s\n", report.text);
     assert_int_equal(device_free(), before);
@@ -684,6 +721,7 @@ static void test_refusals(void **state)
     device->ops->unload(device->backend, plan);
     pipeline_free(a);
     pipeline_free(b);
+    free(x);
     free(y);
 }
 
@@ -791,7 +829,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_allocations), cmocka_unit_test(test_unload),
         cmocka_unit_test(test_refusals),    cmocka_unit_test(test_device_memory),
         cmocka_unit_test(test_masks),       cmocka_unit_test(test_accuracy),
-        cmocka_unit_test(test_faults),
+        cmocka_unit_test(test_faults),      cmocka_unit_test(test_overflow),
     };
     int r;
 
