@@ -29,6 +29,7 @@
 
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/gemm.h"
+#include "kernels/size.h"
 
 #define THREADS   256
 #define WARPS     (THREADS / WARP)
@@ -272,10 +273,11 @@ extern "C" void gemm_size(const struct gemm_shape *shape, struct gemm_size *ret)
     struct gemm gemm;
 
     measure(shape, &gemm);
-    ret->resident = (uint64_t)(gemm.m * (gemm.width * 2 + 4 + 1 + 1)) + 3 * 256;
-    ret->operand = (uint64_t)(rows * gemm.width) * 2;
+    ret->resident =
+        size_plus(size_times((uint64_t)gemm.m, (uint64_t)gemm.width * 2 + 4 + 1 + 1), 3 * 256);
+    ret->operand = size_times((uint64_t)rows, (uint64_t)gemm.width * 2);
     ret->exponents = (uint64_t)rows;
-    ret->sums = (uint64_t)(rows * gemm.m) * 4;
+    ret->sums = size_times((uint64_t)rows, (uint64_t)gemm.m * 4);
     ret->workspace = WORKSPACE;
 }
 
@@ -375,7 +377,7 @@ static int choose(const struct gemm *gemm, struct product *product, struct repor
             product->algo = found[i].algo;
             return 0;
         }
-    return report_set(report, -ENODEV,
+    return report_set(report, -EINVAL,
                       "cuBLASLt has no algorithm without split-K for a product of %lld x %lld",
                       (long long)gemm->m, (long long)product->k);
 }

@@ -13,6 +13,9 @@
 
 #include "kernels/cuda/linear_norm_min.h"
 #include "kernels/cuda/product.h"
+#include "kernels/size.h"
+
+#define PIECE_ROWS 262144 /* of one launch: rows_kernel counts rows / 8 in grid.y */
 
 struct linear_norm_min {
     struct linear_norm_min_shape shape;
@@ -41,7 +44,7 @@ static struct cut next_cut(int64_t rows)
 
     if (rows >= 2 * WIDE_ROWS) {
         piece.wide = true;
-        piece.rows = rows / (2 * WIDE_ROWS) * (2 * WIDE_ROWS);
+        piece.rows = rows < PIECE_ROWS ? rows / (2 * WIDE_ROWS) * (2 * WIDE_ROWS) : PIECE_ROWS;
     } else if (rows > NARROW_MAX) {
         piece.wide = piece.few = true;
         piece.rows = rows > WIDE_ROWS + NARROW_MAX || rows < WIDE_ROWS ? rows : WIDE_ROWS;
@@ -62,11 +65,6 @@ static enum product_kind kind_of(const struct linear_norm_min_shape *shape)
     return shape->dtype == DTYPE_BFLOAT16 ? PRODUCT_BFLOAT16 : PRODUCT_FLOAT16;
 }
 
-static uint64_t aligned(uint64_t n)
-{
-    return (n + 255) / 256 * 256;
-}
-
 static int64_t rounded(int64_t rows, int64_t to)
 {
     return (rows + to - 1) / to * to;
@@ -85,10 +83,11 @@ static struct sizes sizes_of(const struct linear_norm_min_shape *shape)
     struct sizes s;
 
     s.units = (int)(in / PRODUCT_UNIT(kind));
-    s.weights = (uint64_t)shape->out * in * number;
-    s.rows = rows * in * number;
-    s.scales = aligned(rows * (kind == PRODUCT_EXACT ? (uint64_t)s.units : 1) * sizeof(float));
-    s.keys = aligned(rows * sizeof(uint32_t));
+    s.weights = size_times(size_times((uint64_t)shape->out, in), number);
+    s.rows = size_times(size_times(rows, in), number);
+    s.scales = size_times(rows, (kind == PRODUCT_EXACT ? (uint64_t)s.units : 1) * sizeof(float));
+    s.scales = size_round(s.scales, 256);
+    s.keys = size_round(size_times(rows, sizeof(uint32_t)), 256);
     return s;
 }
 
@@ -97,8 +96,8 @@ extern "C" void linear_norm_min_size(const struct linear_norm_min_shape *shape,
 {
     struct sizes s = sizes_of(shape);
 
-    *ret_resident = s.weights + 4 * (uint64_t)shape->out * sizeof(float);
-    *ret_work = s.rows + s.scales + s.keys + 256;
+    *ret_resident = size_plus(s.weights, 4 * (uint64_t)shape->out * sizeof(float));
+    *ret_work = size_plus(size_plus(s.rows, s.scales), size_plus(s.keys, 256));
 }
 
 extern "C" bool linear_norm_min_fits(const struct linear_norm_min_shape *shape)

@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "kernels/cuda/steps.h"
+#include "kernels/size.h"
 
 #define STAGING   ((size_t)16 << 20)
 #define MARGIN    ((uint64_t)128 << 20) /* device memory that is left to the driver and libraries */
@@ -33,13 +34,18 @@ __attribute__((format(printf, 2, 3))) static void say(struct plan *plan, const c
 
 static uint64_t aligned(uint64_t size)
 {
-    return (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return size_round(size, ALIGNMENT);
 }
 
 static void raise(uint64_t *most, uint64_t size)
 {
     size = aligned(size);
     *most = size > *most ? size : *most;
+}
+
+static uint64_t bytes(int64_t n, int64_t elements, uint64_t size)
+{
+    return size_times(size_times((uint64_t)n, (uint64_t)elements), size);
 }
 
 static uint64_t measure_step(struct builder *b, int i, int64_t rows)
@@ -52,7 +58,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
     struct gemm_size gemm;
 
     if (i < plan->n_steps - 1 && step->kind != STEP_STATS)
-        raise(&size->buffers[step->to], (uint64_t)(rows * step->to_elements) * sizeof(float));
+        raise(&size->buffers[step->to], bytes(rows, step->to_elements, sizeof(float)));
     switch (step->kind) {
     case STEP_LINEAR:
     case STEP_NORM_MIN:
@@ -61,20 +67,20 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
         raise(&size->exponents, gemm.exponents);
         raise(&size->sums, gemm.sums);
         raise(&size->gemm_workspace, gemm.workspace);
-        raise(&b->loading, (uint64_t)(b->gemms[stage].in * b->gemms[stage].out) * sizeof(float));
+        raise(&b->loading, bytes(b->gemms[stage].in, b->gemms[stage].out, sizeof(float)));
         return gemm.resident;
     case STEP_LINEAR_NORM_MIN:
         linear_norm_min_size(&b->fused[stage], &resident, &work);
         raise(&size->fused, work);
-        raise(&b->loading, (uint64_t)(b->gemms[stage].in * b->gemms[stage].out) * sizeof(float));
+        raise(&b->loading, bytes(b->gemms[stage].in, b->gemms[stage].out, sizeof(float)));
         return resident;
     case STEP_CONV3D:
         raise(&b->loading, conv_resident(&b->convs[stage]));
         return conv_resident(&b->convs[stage]);
     case STEP_STATS:
-        raise(&size->stats, (uint64_t)(rows * step->groups) * sizeof(float2));
+        raise(&size->stats, bytes(rows, step->groups, sizeof(float2)));
         raise(&size->partial,
-              (uint64_t)stats_partials(rows, step->groups, step->group_size) * sizeof(double2));
+              bytes(rows, stats_partials(1, step->groups, step->group_size), sizeof(double2)));
         return 0;
     default:
         return 0;
@@ -83,10 +89,15 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
 
 static void sum_up(struct arena_size *size)
 {
-    size->all = size->result + size->stats + size->partial + size->operand + size->exponents +
-                size->sums + size->gemm_workspace + size->fused + size->workspace + size->tops;
+    const uint64_t parts[] = {size->result,    size->stats, size->partial,        size->operand,
+                              size->exponents, size->sums,  size->gemm_workspace, size->fused,
+                              size->workspace, size->tops};
+
+    size->all = 0;
+    for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
+        size->all = size_plus(size->all, parts[i]);
     for (int i = 0; i < BUFFERS; i++)
-        size->all += size->buffers[i];
+        size->all = size_plus(size->all, size->buffers[i]);
 }
 
 /* Returns the bytes that stay resident. */
@@ -107,24 +118,25 @@ static uint64_t measure(struct builder *b)
             plan->x_in_place = false;
         rows = padded > rows ? padded : rows;
     }
-    raise(&plan->size.buffers[BUFFER_X], (uint64_t)(rows * plan->in_elements) * esize);
-    raise(&plan->size.result, (uint64_t)(plan->rows_max * plan->out_elements) * esize);
+    raise(&plan->size.buffers[BUFFER_X], bytes(rows, plan->in_elements, esize));
+    raise(&plan->size.result, bytes(plan->rows_max, plan->out_elements, esize));
     if (plan->proof.constant)
-        raise(&plan->size.tops, plan->rows_max * sizeof(uint32_t));
+        raise(&plan->size.tops, bytes(plan->rows_max, 1, sizeof(uint32_t)));
     for (int i = 0; i < plan->n_steps; i++)
-        resident += measure_step(b, i, rows);
+        resident = size_plus(resident, measure_step(b, i, rows));
     for (int i = 0; i < b->pipeline->n_stages; i++)
         if (b->pipeline->stages[i].op == OP_GROUP_NORM || b->pipeline->stages[i].op == OP_ADD)
-            resident += (uint64_t)(b->pipeline->stages[i].weight.elements +
-                                   b->pipeline->stages[i].bias.elements) *
-                        sizeof(float);
+            resident = size_plus(resident, bytes(b->pipeline->stages[i].weight.elements +
+                                                     b->pipeline->stages[i].bias.elements,
+                                                 1, sizeof(float)));
     sum_up(&plan->size);
     return resident;
 }
 
 static int check_memory(const struct builder *b, uint64_t resident, struct report *report)
 {
-    uint64_t need = resident + b->loading + SLOTS * b->plan->size.all + MARGIN;
+    uint64_t slots = size_times(SLOTS, b->plan->size.all);
+    uint64_t need = size_plus(size_plus(resident, b->loading), size_plus(slots, MARGIN));
     size_t free_bytes, total;
     int r = CUDA(report, cudaMemGetInfo(&free_bytes, &total));
 
