@@ -117,7 +117,7 @@ static int choose_layout(struct conv3d *conv, struct report *report)
                                             {dnnl_format_tag_any, dnnl_nCdhw8c},
                                             {dnnl_ncdhw, dnnl_ncdhw}};
     const int n_layouts = sizeof(layouts) / sizeof(layouts[0]);
-    int r = -ENOTSUP;
+    int r = -EINVAL;
 
     for (int i = 0; i < n_layouts; i++) {
         r = try_layout(conv, &layouts[i], &conv->primitive);
@@ -129,7 +129,7 @@ static int choose_layout(struct conv3d *conv, struct report *report)
         if (conv->block && (i == n_layouts - 1 || !slow(&conv->primitive)))
             return 0;
         primitive_free(&conv->primitive);
-        r = -ENOTSUP;
+        r = -EINVAL;
     }
     return report_set(report, r == -ENOMEM ? r : -EINVAL, "oneDNN has no such convolution");
 }

@@ -324,7 +324,7 @@ static int choose_sizes(struct linear *linear, struct report *report)
                       linear->bias ? linear->bias_memory[slice] : NULL);
         memset(slice_weights(linear, slice), 0, linear->slices[which].weights_size);
         if (r < 0)
-            report_set(report, r, "a trial of oneDNN's matmul failed");
+            r = report_set(report, r == -ENOMEM ? r : -EINVAL, "a trial of oneDNN's matmul failed");
     }
     if (stream)
         dnnl_stream_destroy(stream);

@@ -25,7 +25,7 @@ int onednn_result(dnnl_status_t status, const char *what, struct report *report)
     case dnnl_out_of_memory:
         return report_set(report, -ENOMEM, "oneDNN %s: out of memory", what);
     case dnnl_unimplemented:
-        return report_set(report, -ENOTSUP, "oneDNN %s: not implemented", what);
+        return report_set(report, -EINVAL, "oneDNN %s: not implemented", what);
     case dnnl_invalid_arguments:
         return report_set(report, -EINVAL, "oneDNN %s: invalid arguments", what);
     default:

@@ -64,11 +64,13 @@ static uint64_t read_number(const char *path)
     return end == text || errno ? UINT64_MAX : value; /* "max" is no number */
 }
 
-/* What the control group of this process still allows: its file pages can go. */
+/* What the control group of this process still allows. Its pages of files can go, but not those of
+ * shared memory (memfd, tmpfs), which belong to no file outside. */
 static uint64_t group_available(void)
 {
-    char text[512], path[600], *group;
-    uint64_t max, anonymous;
+    char text[512], path[600], stat[1024], *group;
+    uint64_t max, used;
+    const char *shared;
 
     read_text("/proc/self/cgroup", text, sizeof(text));
     group = strstr(text, "0::/");
@@ -79,11 +81,14 @@ static uint64_t group_available(void)
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/memory.max", group);
     max = read_number(path);
     snprintf(path, sizeof(path), "/sys/fs/cgroup%s/memory.stat", group);
-    read_text(path, text, sizeof(text));
-    if (max == UINT64_MAX || strncmp(text, "anon ", 5) != 0)
+    read_text(path, stat, sizeof(stat));
+    if (max == UINT64_MAX || strncmp(stat, "anon ", 5) != 0)
         return max;
-    anonymous = strtoull(text + 5, NULL, 10);
-    return max > anonymous ? max - anonymous : 0;
+    used = strtoull(stat + 5, NULL, 10);
+    shared = strstr(stat, "\nshmem ");
+    if (shared)
+        used += strtoull(shared + 7, NULL, 10);
+    return max > used ? max - used : 0;
 }
 
 uint64_t pages_available(void)
