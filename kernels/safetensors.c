@@ -481,16 +481,47 @@ int st_writer_write(struct st_writer *writer, const void *data, size_t n, struct
     return r;
 }
 
+/* The directory of the name that the file gets. */
+static int open_directory(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    char *name = slash ? strndup(path, (size_t)(slash - path) + 1) : strdup(".");
+    int fd;
+
+    if (!name)
+        return -ENOMEM;
+    fd = open(name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    free(name);
+    return fd < 0 ? -errno : fd;
+}
+
 int st_writer_finish(struct st_writer *writer, struct report *report)
 {
+    int fd = writer->fd, directory, r = 0;
+
     if (writer->left > 0)
         return report_set(report, -EINVAL, "%s: %" PRIu64 " bytes of data are missing",
                           file_base(writer->path), writer->left);
-    if (fsync(writer->fd) < 0 || rename(writer->temporary, writer->path) < 0)
-        return report_set(report, -EIO, "%s: %s", file_base(writer->path), strerrordesc_np(errno));
-    free(writer->temporary);
-    writer->temporary = NULL;
-    return 0;
+    directory = open_directory(writer->path); /* first: the rename must not be in vain */
+    if (directory < 0)
+        return report_set(report, directory == -ENOMEM ? -ENOMEM : -EIO, "%s: its directory: %s",
+                          file_base(writer->path), strerrordesc_np(-directory));
+    writer->fd = -1;
+    if (fsync(fd) < 0)
+        r = -errno;
+    if (close(fd) < 0 && r == 0)
+        r = -errno;
+    if (r == 0 && rename(writer->temporary, writer->path) < 0)
+        r = -errno;
+    if (r == 0) {
+        free(writer->temporary);
+        writer->temporary = NULL;
+        if (fsync(directory) < 0)
+            r = -errno;
+    }
+    close(directory);
+    return r < 0 ? report_set(report, -EIO, "%s: %s", file_base(writer->path), strerrordesc_np(-r))
+                 : 0;
 }
 
 struct st_writer *st_writer_free(struct st_writer *writer)

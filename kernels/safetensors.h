@@ -57,6 +57,6 @@ struct st_writer;
 int st_writer_new(const char *path, const struct st_tensor *tensors, size_t n,
                   struct st_writer **ret, struct report *report);
 int st_writer_write(struct st_writer *writer, const void *data, size_t n, struct report *report);
-/* fsync and rename into place; without it the file never appears. */
+/* fsync and rename into place, for good; without it the file never appears. */
 int st_writer_finish(struct st_writer *writer, struct report *report);
 struct st_writer *st_writer_free(struct st_writer *writer);

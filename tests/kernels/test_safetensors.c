@@ -363,6 +363,8 @@ static void test_writer(void **state)
          .elements = 1,
          .size = 2},
     };
+    static const struct st_tensor empty = {
+        .name = "e", .dtype = "F32", .element_bytes = 4, .rank = 1, .dims = {0}};
     static const struct st_tensor twice[] = {{.name = "w", .dtype = "F32"},
                                              {.name = "w", .dtype = "F32"}};
     float data[6] = {1, 2, 3, 4, 5, 6}, back[6];
@@ -371,6 +373,7 @@ static void test_writer(void **state)
     struct report report;
     uint16_t half = 0x3f80;
     struct stat st;
+    int before;
 
     (void)state;
     unlinkat(dir, "f", 0);
@@ -388,6 +391,25 @@ static void test_writer(void **state)
     assert_int_equal(files_in_dir(), 1);
     assert_int_equal(fstatat(dir, "f", &st, 0), 0);
     assert_int_equal((st.st_size - 26) % 8, 0);
+
+    /* A name without a directory; a directory that went away. */
+    before = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    assert_true(before >= 0);
+    assert_int_equal(fchdir(dir), 0);
+    assert_int_equal(st_writer_new("g", &empty, 1, &writer, &report), 0);
+    assert_int_equal(st_writer_finish(writer, &report), 0);
+    assert_null(st_writer_free(writer));
+    assert_int_equal(unlinkat(dir, "g", 0), 0);
+    assert_int_equal(mkdir("gone", 0700), 0);
+    assert_int_equal(st_writer_new("gone/g", &empty, 1, &writer, &report), 0);
+    assert_int_equal(rename("gone", "away"), 0);
+    assert_int_equal(st_writer_finish(writer, &report), -EIO);
+    assert_string_equal(report.text, "g: its directory: No such file or directory");
+    assert_int_equal(rename("away", "gone"), 0);
+    assert_null(st_writer_free(writer));
+    assert_int_equal(rmdir("gone"), 0);
+    assert_int_equal(fchdir(before), 0);
+    close(before);
 
     assert_int_equal(open_file(&file, &report), 0);
     assert_int_equal(safetensors_count(file), 3);
