@@ -48,7 +48,6 @@ SRC_cpu     := $(wildcard kernels/cpu/*.c)
 SRC_daemon  := $(filter-out daemon/main.c,$(wildcard daemon/*.c))
 SRC_lib     := client/fused.c client/ask.c client/link.c client/rejoin.c client/device.c
 SRC_cli     := $(filter-out $(SRC_lib) client/fusectl.c client/example.c,$(wildcard client/*.c))
-SRC_cuda    := $(wildcard kernels/cuda/*.cu)
 obj = $(patsubst %,$(B)/obj/%.o,$(1))
 
 all: $(B)/fused $(B)/fusectl $(B)/libfused.so $(B)/libfused.a $(B)/fused.pc $(if $(filter 1,$(CUDA)),$(B)/fused-cuda.so) ## build everything that this machine can

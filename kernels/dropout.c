@@ -55,8 +55,7 @@ uint64_t dropout_advance(double p, int64_t n, int sms, int threads_per_sm)
     return 4 * (uint64_t)((n - 1) / (4 * mask_threads(n, sms, threads_per_sm)) + 1);
 }
 
-/* The smallest word that drops; every word below it keeps. */
-static uint32_t first_dropped(float keep_below)
+uint32_t dropout_first_dropped(float keep_below)
 {
     uint32_t low = 0, high = UINT32_MAX; /* the largest word gives 1, which always drops */
 
@@ -107,7 +106,7 @@ static inline __attribute__((always_inline)) float masked(float x, bool keep, fl
 static inline __attribute__((always_inline)) void
 apply_vector(const struct dropout *dropout, int64_t first, int64_t count, float *x, int vector)
 {
-    uint32_t limit = first_dropped(dropout->keep_below), words[4][LANES];
+    uint32_t limit = dropout_first_dropped(dropout->keep_below), words[4][LANES];
     int64_t end = first + count, done = first;
     float scale = dropout->scale;
 
@@ -140,7 +139,7 @@ apply_vector(const struct dropout *dropout, int64_t first, int64_t count, float 
 static inline __attribute__((always_inline)) void
 apply_scattered(const struct dropout *dropout, int64_t first, int64_t count, float *x)
 {
-    uint32_t limit = first_dropped(dropout->keep_below), words[4][LANES];
+    uint32_t limit = dropout_first_dropped(dropout->keep_below), words[4][LANES];
     int64_t end = first + count, done = first, turn_size = 4 * dropout->threads;
     float scale = dropout->scale;
 

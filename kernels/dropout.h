@@ -29,6 +29,8 @@ void dropout_init(struct dropout *dropout, double p, int64_t n, uint64_t seed, u
                   int sms, int threads_per_sm);
 /* How far the offset moves for n elements; 0 for p = 0 and p = 1. */
 uint64_t dropout_advance(double p, int64_t n, int sms, int threads_per_sm);
+/* The smallest of Philox's words that drops: every word below it keeps. */
+uint32_t dropout_first_dropped(float keep_below);
 /* Multiplies elements [first, first + count) of the tensor, which lie in x: (x times mask) times
  * scale. */
 void dropout_apply(const struct dropout *dropout, int64_t first, int64_t count, float *x);

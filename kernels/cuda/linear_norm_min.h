@@ -1,8 +1,10 @@
 /*
  * linear_norm_min.h - linear, group_norm over 16 channels, minimum over all channels, fused
  *
- * One kernel on sm_90a forms the product with resident weights and reduces it in registers: the
- * matrix of rows x channels never goes to memory. Other shapes and devices take gemm.h and norm.cu.
+ * On compute capability 9.0 one kernel prepares the rows (operands.cu) and one multiplies them with
+ * resident weights and reduces the product in registers (narrow_product.cu for few rows,
+ * wide_product.cu): the matrix of rows x channels never goes to memory. A run of many rows is cut
+ * in pieces, each its own two kernels. Other shapes and devices take gemm.h and norm.cu.
  */
 #pragma once
 
@@ -31,7 +33,7 @@ struct linear_norm_min;
 
 /*
  * Takes weights [out, in], and bias, gamma, beta [out] (NULL: 0, 1, 0), as float32 in device
- * memory. The weights are changed on the way; nothing is needed afterwards. Waits for the stream.
+ * memory. Nothing of them is needed afterwards. Waits for the stream.
  */
 int linear_norm_min_new(const struct linear_norm_min_shape *shape, const float *weight,
                         const float *bias, const float *gamma, const float *beta,

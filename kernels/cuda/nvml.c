@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <time.h>
@@ -122,10 +123,25 @@ out:
     return NULL;
 }
 
+static int start(struct nvml *nvml)
+{
+    sigset_t all, before;
+    int r;
+
+    /* Signals are for the threads that expect them. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    r = -pthread_create(&nvml->thread, NULL, watch, nvml);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    nvml->running = r == 0;
+    return r;
+}
+
 int nvml_new(const char *pci_bus_id, struct nvml **ret)
 {
     struct nvml *nvml = calloc(1, sizeof(*nvml));
     pthread_condattr_t attributes;
+    int r = 0;
 
     if (!nvml)
         return -ENOMEM;
@@ -137,12 +153,11 @@ int nvml_new(const char *pci_bus_id, struct nvml **ret)
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&nvml->wake, &attributes);
     pthread_condattr_destroy(&attributes);
-    if (find(nvml)) {
-        if (pthread_create(&nvml->thread, NULL, watch, nvml) != 0) {
-            nvml_free(nvml);
-            return -EAGAIN;
-        }
-        nvml->running = true;
+    if (find(nvml))
+        r = start(nvml);
+    if (r < 0) {
+        nvml_free(nvml);
+        return r;
     }
     *ret = nvml;
     return 0;

@@ -131,22 +131,6 @@ static void add_amin(struct builder *b)
     b->stage++;
 }
 
-/* The smallest word of Philox that drops. */
-static uint32_t first_dropped(float keep_below)
-{
-    uint32_t low = 0, high = UINT32_MAX; /* the largest word gives 1, which always drops */
-
-    while (low < high) {
-        uint32_t middle = low + (high - low) / 2;
-
-        if ((float)middle * 0x1p-32f + 0x1p-33f < keep_below)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 static void add_point(struct builder *b, struct tail *tail, const struct stage *stage)
 {
     struct point *point = &tail->points[tail->n_points];
@@ -170,7 +154,7 @@ static void add_point(struct builder *b, struct tail *tail, const struct stage *
         dropout_init(&dropout, stage->dropout.p, 1, 0, 0, DROPOUT_SMS, DROPOUT_THREADS_PER_SM);
         point->dropout = true;
         point->zero = dropout.zero;
-        point->keep_below = first_dropped(dropout.keep_below);
+        point->keep_below = dropout_first_dropped(dropout.keep_below);
         point->scale = dropout.scale;
         point->counter = plan->n_masks;
         plan->masks_drawn[plan->n_masks++] =
