@@ -11,7 +11,9 @@ mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench"
 programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/gpu/test_gpu tests/gpu/test_gpu_golden
     tests/gpu/test_gpu_random tests/gpu/eval_gpu tests/bench/bench_gpu tests/demo)
 for p in "${programs[@]}"; do
-    [ ! -e "$B/$p" ] || { cp -L "$B/$p" "$to/$p"; strip --strip-debug "$to/$p"; }
+    [ -e "$B/$p" ] || { echo "bundle.sh: there is no $B/$p" >&2; exit 1; }
+    cp -L "$B/$p" "$to/$p"
+    strip --strip-debug "$to/$p"
 done
 cp tests/gpu/run.sh tests/gpu/torch_check.py "$to/tests/gpu/"
 cp tests/bench/torch_gpu.py "$to/tests/bench/"
@@ -21,7 +23,7 @@ cp -r config "$to/"
 
 # Libraries that the programs ask for and that a bare host may lack.
 for p in "${programs[@]}"; do
-    [ ! -e "$to/$p" ] || ldd "$to/$p"
+    ldd "$to/$p"
 done | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u |
     grep -vE '/(libc|libm|libdl|librt|libpthread|ld-linux[^/]*|libcuda|libcublas[^/]*|libcudnn[^/]*|libcudart|libnvidia[^/]*)\.so' |
     xargs -r -I{} cp -L {} "$to/lib/"
