@@ -152,6 +152,21 @@ extern "C" int stats_cuda(cudaStream_t stream, const struct stats *stats, struct
     return CUDA_LAUNCHED(report);
 }
 
+/* The least of four channels, from their differences from the mean; these may be infinite when rstd
+ * is 0, and then do not count. */
+static __device__ __forceinline__ float least_normed(float4 v, float rstd, float4 gamma,
+                                                     float4 beta)
+{
+    if (rstd == 0)
+        v = make_float4(0, 0, 0, 0);
+    float a =
+        min_nan(__fmaf_rn(v.x, rstd * gamma.x, beta.x), __fmaf_rn(v.y, rstd * gamma.y, beta.y));
+    float b =
+        min_nan(__fmaf_rn(v.z, rstd * gamma.z, beta.z), __fmaf_rn(v.w, rstd * gamma.w, beta.w));
+
+    return min_nan(a, b);
+}
+
 /* A thread holds four neighbouring channels, LANES neighbours hold a group. */
 template <int LANES>
 static __global__ void __launch_bounds__(THREADS) norm_min_kernel(const struct norm_min p)
@@ -203,14 +218,8 @@ static __global__ void __launch_bounds__(THREADS) norm_min_kernel(const struct n
                 squares += __shfl_xor_sync(~0u, squares, lane);
             float rstd = 1.0f / sqrtf(squares / (LANES * 4) + p.eps);
 
-            if (rstd == 0) /* a difference may be infinite */
-                v = make_float4(0, 0, 0, 0);
-            float a = min_nan(__fmaf_rn(v.x, rstd * gamma.x, beta.x),
-                              __fmaf_rn(v.y, rstd * gamma.y, beta.y));
-            float b = min_nan(__fmaf_rn(v.z, rstd * gamma.z, beta.z),
-                              __fmaf_rn(v.w, rstd * gamma.w, beta.w));
             if (inside)
-                lowest[r] = min_nan(lowest[r], min_nan(a, b));
+                lowest[r] = min_nan(lowest[r], least_normed(v, rstd, gamma, beta));
         }
     }
 #pragma unroll
