@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "proto/proto.h"
 
@@ -34,6 +35,26 @@ void config_defaults(struct config *config)
         .batch_timeout_ms = 30000,
         .drain_timeout_ms = 30000,
     };
+}
+
+void config_place(char *to, size_t size)
+{
+    static const char bin[] = "/bin";
+    char self[512];
+    ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
+    char *slash;
+    int length;
+
+    self[n < 0 ? 0 : n] = '\0';
+    slash = strrchr(self, '/');
+    if (slash && slash - self >= (ptrdiff_t)strlen(bin) &&
+        strncmp(slash - strlen(bin), bin, strlen(bin)) == 0) {
+        slash[-(ptrdiff_t)strlen(bin)] = '\0';
+        length = snprintf(to, size, "%s" CONFIG_DEFAULT, self);
+        if (length > 0 && (size_t)length < size && access(to, F_OK) == 0)
+            return;
+    }
+    snprintf(to, size, "%s", CONFIG_DEFAULT);
 }
 
 static void get_string(struct conf_group *root, const char *key, char *to, size_t size)

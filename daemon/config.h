@@ -11,7 +11,7 @@
 #include "kernels/report.h"
 #include "log.h"
 
-#define CONFIG_DEFAULT    "/etc/fused/fused.conf"
+#define CONFIG_DEFAULT    "/etc/fused/fused.conf" /* see config_place() */
 #define CONFIG_PATH_MAX   256
 #define CONFIG_SOCKET_MAX 107 /* sun_path without its NUL */
 
@@ -36,6 +36,9 @@ struct config {
 };
 
 void config_defaults(struct config *config);
+/* The file that is read when none is named: ../etc/fused/fused.conf of the folder bin/ that the
+ * program lies in, if there is one, else CONFIG_DEFAULT. */
+void config_place(char *to, size_t size);
 /* Consumes nothing; the whole file is checked before *ret is touched. -EINVAL with file, line, key
  * and reason. */
 int config_parse(struct conf *conf, struct config *ret, struct report *report);

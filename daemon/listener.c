@@ -120,7 +120,11 @@ int listener_claim(struct listener *listener, const char *path, struct report *r
         return report_set(report, -EINVAL, "socket: the path ends in a slash");
     listener->dir_fd = open(dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (listener->dir_fd < 0)
-        return report_set(report, -EINVAL, "socket: its directory: %s", strerrordesc_np(errno));
+        return report_set(report, -EINVAL, "socket: %s: %s: %s", path,
+                          errno == ENOENT
+                              ? "its directory is missing; --socket PATH chooses another"
+                              : "its directory",
+                          strerrordesc_np(errno));
     r = lock(listener, report);
     return r < 0 ? r : clear_path(listener, report);
 }

@@ -5,6 +5,7 @@
  * does up to the backend, and says what it found.
  */
 #include <argp.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,11 +13,13 @@
 #include "server.h"
 
 static const char doc[] = "Inference daemon: serves model pipelines over a Unix socket.\v"
-                          "Exit codes: 0 done, 64 usage, 69 no usable device, 70 device lost, 75 "
-                          "already running, 78 configuration or model.";
+                          "Exit codes: 0 done, 64 usage, 69 no usable device, 70 device lost, 74 "
+                          "standard output cannot be written, 75 already running, 78 "
+                          "configuration or model.";
 
 static const struct argp_option options[] = {
-    {"config", 'c', "FILE", 0, "Configuration (default " CONFIG_DEFAULT ", which may be missing)",
+    {"config", 'c', "FILE", 0,
+     "Configuration (default: the installation's, else " CONFIG_DEFAULT ", which may be missing)",
      0},
     {"socket", 's', "PATH", 0,
      "Socket to listen on (default $FUSED_SOCKET, then the configuration's)", 0},
@@ -80,11 +83,18 @@ static int check(const struct server_options *given)
     }
     if (r < 0)
         fprintf(stderr, "fused: %s\n", report.text);
-    if (fflush(stdout) != 0 || ferror(stdout)) {
-        fprintf(stderr, "fused: stdout: %s\n", strerrordesc_np(errno));
-        return EXIT_CONFIGURATION;
-    }
     return r < 0 ? EXIT_CONFIGURATION : EXIT_OK;
+}
+
+/* What exit() would lose without a word. */
+static void check_output(void)
+{
+    bool failed = ferror(stdout);
+
+    if (fflush(stdout) == 0 && !failed)
+        return;
+    fprintf(stderr, "fused: standard output: %s\n", strerrordesc_np(errno ? errno : EIO));
+    _exit(EXIT_OUTPUT);
 }
 
 /* A descriptor of ours must never become stdout: whatever is printed would go into it. */
@@ -102,6 +112,7 @@ int main(int argc, char **argv)
     struct arguments arguments = {0};
 
     open_standard_fds();
+    atexit(check_output);
     argp_err_exit_status = EXIT_USAGE_ERROR;
     argp_program_version = "fused " FUSED_VERSION;
     argp_parse(&argp, argc, argv, 0, NULL, &arguments);

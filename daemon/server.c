@@ -15,6 +15,7 @@
 #include "server.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,6 +32,7 @@
 #define LOOK_MS         2        /* between looks at connections that are about to end */
 #define ACCEPTS_A_TURN  64
 #define STATUS_MAX      700
+#define PLACE_MAX       640
 #define DESCRIPTORS_MIN 32u /* about half of them open when idle */
 
 static void on_tick(uv_timer_t *tick);
@@ -63,7 +65,7 @@ static void fail_works(struct server *server, enum proto_error error)
 
 static void end_now(struct server *server, enum proto_error error, int code)
 {
-    scheduler_fail_all(&server->scheduler, error, true);
+    scheduler_fail_all(&server->scheduler, error);
     fail_works(server, error);
     leave(server, code);
 }
@@ -415,15 +417,50 @@ const char *server_state_name(const struct server *server)
     }
 }
 
+/* The gid of a group of the configuration; none when the name is empty. */
+static int find_group(const char *key, const char *name, gid_t *ret, struct report *report)
+{
+    int r = name[0] ? access_group(name, ret) : 0;
+
+    if (r == -ENOENT)
+        return report_set(report, -EINVAL, "%s: there is no group \"%s\"", key, name);
+    if (r < 0)
+        return report_set(report, -EINVAL, "%s: \"%s\": %s", key, name, strerrordesc_np(-r));
+    return 0;
+}
+
+/* What a file alone cannot say to be right. */
+static int check_system(const struct server_options *options, const struct config *config,
+                        struct report *report)
+{
+    gid_t gid;
+    int fd, r;
+
+    r = find_group("socket_group", config->socket_group, &gid, report);
+    if (r == 0)
+        r = find_group("admin_group", config->admin_group, &gid, report);
+    if (r < 0)
+        return r;
+    fd = open(config->models_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return report_set(report, -EINVAL, "%s: %s: %s",
+                          options->models ? "--models" : "models_dir", config->models_dir,
+                          strerrordesc_np(errno));
+    close_fd(fd);
+    return 0;
+}
+
 int server_configure(const struct server_options *options, struct config *ret,
                      struct report *report)
 {
     const char *socket = options->socket ? options->socket : getenv("FUSED_SOCKET");
     struct config config;
+    char place[PLACE_MAX];
     int r;
 
     config_defaults(&config);
-    r = config_load(options->config ? options->config : CONFIG_DEFAULT, &config, report);
+    config_place(place, sizeof(place));
+    r = config_load(options->config ? options->config : place, &config, report);
     /* The default file need not be there. */
     if (r < 0 && (r != -ENOENT || options->config))
         return r;
@@ -442,8 +479,10 @@ int server_configure(const struct server_options *options, struct config *ret,
         snprintf(config.models_dir, sizeof(config.models_dir), "%s", options->models);
         snprintf(config.weights_dir, sizeof(config.weights_dir), "%s", options->models);
     }
-    *ret = config;
-    return 0;
+    r = check_system(options, &config, report);
+    if (r == 0)
+        *ret = config;
+    return r;
 }
 
 static void on_started(struct registry_job *job, void *context)
@@ -455,9 +494,8 @@ static void on_started(struct registry_job *job, void *context)
 
     server_changed(server, job);
     r = job->result;
-    if (r == 0 && server->config.socket_group[0] &&
-        access_group(server->config.socket_group, &group) < 0)
-        r = report_set(&report, -EINVAL, "socket_group: there is no group of that name");
+    if (r == 0)
+        r = find_group("socket_group", server->config.socket_group, &group, &report);
     if (r == 0)
         r = listener_open(&server->listener, server->config.socket_mode, group, &report);
     if (r == 0) {
@@ -524,8 +562,10 @@ static void warn_if_writable(const char *path, const char *what)
 
 static void warn_about_files(const struct server *server)
 {
-    warn_if_writable(server->options.config ? server->options.config : CONFIG_DEFAULT,
-                     "configuration");
+    char place[PLACE_MAX];
+
+    config_place(place, sizeof(place));
+    warn_if_writable(server->options.config ? server->options.config : place, "configuration");
     warn_if_writable(server->config.models_dir, "models_dir");
     warn_if_writable(server->config.weights_dir, "weights_dir");
 }
@@ -569,11 +609,8 @@ static int prepare(struct server *server)
     if (raise_descriptor_limit(&report) < 0)
         return fail(EXIT_CONFIGURATION, "limits.descriptors", &report);
     server->admin_gid = (gid_t)-1;
-    if (server->config.admin_group[0] &&
-        access_group(server->config.admin_group, &server->admin_gid) < 0) {
-        report_set(&report, 0, "admin_group: there is no group of that name");
+    if (find_group("admin_group", server->config.admin_group, &server->admin_gid, &report) < 0)
         return fail(EXIT_CONFIGURATION, "config.failed", &report);
-    }
     r = listener_claim(&server->listener, server->config.socket, &report);
     if (r < 0)
         return fail(r == -EALREADY ? EXIT_ALREADY_RUNNING : EXIT_CONFIGURATION, "socket.failed",

@@ -32,6 +32,7 @@ enum server_exit {
     EXIT_USAGE_ERROR = 64,
     EXIT_NO_DEVICE = 69,
     EXIT_DEVICE_LOST = 70,
+    EXIT_OUTPUT = 74,
     EXIT_ALREADY_RUNNING = 75,
     EXIT_CONFIGURATION = 78,
 };

@@ -18,9 +18,9 @@
  *   oom_load_over=N    a model that keeps more than N bytes does not fit
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
- *   device_memory=1    offers device memory: memfds in whole granules; closing with some left
- * aborts oom_memory_over=N  more than N bytes of it are not there open_fails=1       there is no
- * device
+ *   device_memory=1    offers device memory, memfds; closing with some left aborts
+ *   oom_memory_over=N  more than N bytes of it are not there
+ *   open_fails=1       there is no device
  */
 #include <errno.h>
 #include <stdatomic.h>

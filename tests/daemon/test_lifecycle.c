@@ -389,6 +389,75 @@ static void knows_its_options(void **state)
     daemon_remove(&d);
 }
 
+/* What --check says, a start would say too, and the other way round. */
+static void checks_the_system(void **state)
+{
+    static const char *const keys[] = {"socket_group", "admin_group"};
+    struct daemon d;
+    char text[300];
+
+    (void)state;
+    one_model(&d);
+    for (size_t i = 0; i < ARRAY_SIZE(keys); i++) {
+        snprintf(text, sizeof(text), "%s = \"no-such-group\";", keys[i]);
+        write_file(d.config, text);
+        assert_int_equal(run_with(&d, (const char *[]){"fused", "--check", "--config", d.config,
+                                                       "--models", d.models, NULL}),
+                         78);
+        snprintf(text, sizeof(text), "%s: there is no group \"no-such-group\"", keys[i]);
+        assert_true(log_has(&d, text));
+    }
+    write_file(d.config, "socket_group = \"root\"; admin_group = \"root\";");
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--check", "--config", d.config,
+                                                   "--models", d.models, NULL}),
+                     0);
+    write_file(d.config, "");
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--config", d.config, "--socket",
+                                                   d.socket, "--models", "nodir", NULL}),
+                     78);
+    assert_true(log_has(&d, "--models: nodir: No such file or directory"));
+    snprintf(text, sizeof(text), "models_dir = \"%s/gone\";", d.dir);
+    write_file(d.config, text);
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--check", "--config", d.config, NULL}),
+                     78);
+    snprintf(text, sizeof(text), "models_dir: %s/gone: No such file or directory", d.dir);
+    assert_true(log_has(&d, text));
+    write_file(d.config, "");
+    snprintf(text, sizeof(text), "%s/gone/s", d.dir);
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--config", d.config, "--socket", text,
+                                                   "--models", d.models, NULL}),
+                     78);
+    assert_true(log_has(&d, "/gone/s: its directory is missing; --socket PATH chooses another"));
+    daemon_remove(&d);
+}
+
+/* What is printed to nowhere is not taken for printed. */
+static void says_that_it_cannot_print(void **state)
+{
+    const char *const words[] = {"--version", "--help", "--check"};
+    struct daemon d;
+
+    (void)state;
+    one_model(&d);
+    for (size_t i = 0; i < ARRAY_SIZE(words); i++) {
+        d.pid = fork();
+        assert_true(d.pid >= 0);
+        if (d.pid == 0) {
+            int full = open("/dev/full", O_WRONLY);
+            int log = open(d.log, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+
+            dup2(full, 1);
+            dup2(log, 2);
+            execl(built("fused"), "fused", "--config", d.config, "--models", d.models, words[i],
+                  (char *)NULL);
+            _exit(127);
+        }
+        assert_int_equal(daemon_join(&d, 10), 74);
+        assert_true(log_has(&d, "fused: standard output: No space left on device"));
+    }
+    daemon_remove(&d);
+}
+
 static void says_that_there_is_no_device(void **state)
 {
     struct daemon d;
@@ -701,6 +770,8 @@ int main(void)
         cmocka_unit_test(takes_a_socket_over),
         cmocka_unit_test(refuses_bad_configuration),
         cmocka_unit_test(knows_its_options),
+        cmocka_unit_test(checks_the_system),
+        cmocka_unit_test(says_that_it_cannot_print),
         cmocka_unit_test(says_that_there_is_no_device),
         cmocka_unit_test(starts_without_stdio),
         cmocka_unit_test(drains),
