@@ -36,6 +36,10 @@ install-service:
 	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -d $(DESTDIR)$(PREFIX)/lib/modules-load.d && \
 	    $(INSTALL) -m 644 deploy/modules-load.d/fused.conf $(DESTDIR)$(PREFIX)/lib/modules-load.d/)
 
+# The daemon's own defaults are the places of PREFIX=/usr; for others the installed file names them.
+CONF_FOR := -e '' $(if $(filter /etc,$(SYSCONFDIR)),,-e 's|^\#models_dir = "/etc/|models_dir = "$(SYSCONFDIR)/|') \
+            $(if $(filter /var,$(LOCALSTATEDIR)),,-e 's|^\#weights_dir = "/var/|weights_dir = "$(LOCALSTATEDIR)/|')
+
 install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(SAY) INSTALL $(DESTDIR)$(PREFIX)
 	$(Q)$(INSTALL) -d $(addprefix $(DESTDIR)$(PREFIX)/,bin lib/pkgconfig include lib/fused share/doc/fused/models.d)
@@ -50,6 +54,6 @@ install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DESTDIR)$(PREFIX)/share/doc/fused/models.d/
 	$(Q)for m in $(MAN); do d=$(DESTDIR)$(PREFIX)/share/man/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 644 $$m $$d/; done
 	$(Q)$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/fused/models.d $(DESTDIR)$(LOCALSTATEDIR)/lib/fused/weights
-	$(Q)[ -e $(DESTDIR)$(SYSCONFDIR)/fused/fused.conf ] || $(INSTALL) -m 644 config/fused.conf $(DESTDIR)$(SYSCONFDIR)/fused/
+	$(Q)c=$(DESTDIR)$(SYSCONFDIR)/fused/fused.conf; [ -e $$c ] || { sed $(CONF_FOR) config/fused.conf >$$c && chmod 644 $$c; }
 
 .PHONY: deps deps-if-missing install install-service
