@@ -150,18 +150,13 @@ int ctl_answer(const struct ctl *ctl, const struct fused *f, int r, const char *
 int ctl_connect(const struct ctl *ctl, int timeout_ms, struct fused **ret)
 {
     struct fused *f = NULL;
-    const char *path = ctl->socket;
     int r;
 
     r = fused_connect(ctl->socket, "fusectl", &f);
     if (r > 0)
-        return ctl_answer(ctl, NULL, r, NULL);
+        return ctl_answer(ctl, NULL, r, fused_error_text(NULL));
     if (r < 0) {
-        if (path == NULL)
-            path = getenv("FUSED_SOCKET");
-        if (path == NULL || path[0] == 0)
-            path = PROTO_SOCKET_DEFAULT;
-        ctl_error("no server at %s: %s", path, strerror(-r));
+        ctl_error("no server at %s", fused_error_text(NULL));
         return r == -ENOMEM || r == -EMFILE ? CTL_FAILED : CTL_NO_SERVER;
     }
     fused_set_timeout(f, timeout_ms);
@@ -214,6 +209,11 @@ uint64_t ctl_uint(const json_t *object, const char *key)
 bool ctl_bool(const json_t *object, const char *key)
 {
     return json_is_true(json_object_get(object, key));
+}
+
+const char *ctl_s(uint64_t n)
+{
+    return n == 1 ? "" : "s";
 }
 
 /* Appends to a text of CTL_TEXT_MAX bytes; what does not fit is cut. */

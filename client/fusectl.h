@@ -134,6 +134,9 @@ bool ctl_bool(const json_t *object, const char *key);
 /* A shape of a description with the rows put in. 0 or -EPROTO. */
 int ctl_fill_shape(const json_t *shape, int64_t rows, int *ret_rank, int64_t *dims);
 
+/* "s" where a noun behind that number has one. */
+const char *ctl_s(uint64_t n);
+
 /* "[N, 8192]" and "1.5 GiB" and "1.25 ms" into `text`, which is returned. */
 #define CTL_TEXT_MAX 128
 const char *ctl_shape(json_t *shape, char text[CTL_TEXT_MAX]);

@@ -30,9 +30,20 @@ _Static_assert(FUSED_INLINE_MAX == PROTO_INLINE_MAX, "inline limits differ");
 
 /* ---- connection ---- */
 
+/* Why this thread's last connect failed: there is no connection to keep it. */
+static _Thread_local char connect_text[PROTO_TEXT_MAX + 400];
+
 static int transact_in_time(struct fused *f, struct proto_request *request, int fd)
 {
     return link_transact(f, request, fd, link_deadline(f->timeout_ms));
+}
+
+/* Of a call that fills *ret in. */
+static int enter_for(struct fused *f, const void *ret)
+{
+    int r = link_enter(f);
+
+    return r == 0 && !ret ? link_fail(f, -EINVAL, "no place for what the call returns") : r;
 }
 
 const char *fused_version(void)
@@ -70,21 +81,32 @@ static int say_hello(struct fused *f, int64_t deadline)
     return r != 0 ? r : link_take_hello(f);
 }
 
+/* The server's reason as it is; ours, `text` or the errno's own, behind the path. Returns r. */
+static int connect_fail(const char *path, int r, const char *text)
+{
+    if (r > 0)
+        snprintf(connect_text, sizeof connect_text, "%s", text);
+    else
+        snprintf(connect_text, sizeof connect_text, "%.255s: %s", path,
+                 text[0] ? text : strerrordesc_np(-r));
+    return r;
+}
+
 int fused_connect(const char *socket, const char *name, struct fused **ret)
 {
     int64_t deadline = link_deadline(HELLO_TIMEOUT_MS);
     struct fused *f;
     int r, flags;
 
-    if (!name || !ret || !proto_name_valid(name, strlen(name)))
-        return -EINVAL;
     if (!socket)
         socket = secure_getenv("FUSED_SOCKET");
     if (!socket)
         socket = PROTO_SOCKET_DEFAULT;
+    if (!name || !ret || !proto_name_valid(name, strlen(name)))
+        return connect_fail(socket, -EINVAL, "the client's name is no name of 1 to 64 bytes");
     f = calloc(1, sizeof *f);
     if (!f)
-        return -ENOMEM;
+        return connect_fail(socket, -ENOMEM, "");
     f->pid = getpid();
     f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->timer_fd = -1;
     f->first_free = f->first_done = f->last_done = LINK_NONE;
@@ -103,6 +125,7 @@ int fused_connect(const char *socket, const char *name, struct fused **ret)
     if (r == 0)
         r = say_hello(f, deadline);
     if (r != 0) {
+        connect_fail(socket, r, f->text);
         fused_close(f);
         return r;
     }
@@ -150,16 +173,19 @@ void fused_close(struct fused *f)
 
 const char *fused_error_text(const struct fused *f)
 {
-    return f ? f->text : "";
+    return f ? f->text : connect_text;
 }
 
 void fused_set_timeout(struct fused *f, int timeout_ms)
 {
-    f->timeout_ms = timeout_ms < 0 ? -1 : timeout_ms;
+    if (f)
+        f->timeout_ms = timeout_ms < 0 ? -1 : timeout_ms;
 }
 
 void fused_set_reconnect(struct fused *f, int limit_ms)
 {
+    if (!f)
+        return;
     f->reconnect_ms = limit_ms < 0 ? -1 : limit_ms;
     if (limit_ms == 0 && f->wake_ms != LINK_FOREVER && f->pid == getpid())
         link_break(f, -EPIPE, "the server went away, and is not to be waited for");
@@ -167,7 +193,7 @@ void fused_set_reconnect(struct fused *f, int limit_ms)
 
 unsigned fused_reconnects(const struct fused *f)
 {
-    return f->n_reconnects;
+    return f ? f->n_reconnects : 0;
 }
 
 int fused_fd(const struct fused *connection)
@@ -176,6 +202,8 @@ int fused_fd(const struct fused *connection)
     struct epoll_event event = {.events = EPOLLIN};
     _cleanup_close_ int loop_fd = -1, timer_fd = -1;
 
+    if (!f)
+        return -EINVAL;
     if (f->pid != getpid())
         return -EPERM;
     if (f->loop_fd >= 0)
@@ -193,7 +221,7 @@ int fused_fd(const struct fused *connection)
 
 unsigned fused_in_flight(const struct fused *f)
 {
-    return f->pid == getpid() ? f->n_inferences : 0;
+    return f && f->pid == getpid() ? f->n_inferences : 0;
 }
 
 /* ---- buffers ---- */
@@ -207,7 +235,7 @@ static int buffer_new(struct fused *f, struct shm *shm, struct fused_buffer **re
         shm->fd = close_fd(shm->fd); /* the mapping is enough */
     if (!b) {
         shm_deinit(shm);
-        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        link_release(f, f->reply.buffer.buffer);
         return link_fail_errno(f, -ENOMEM);
     }
     b->f = f;
@@ -257,7 +285,7 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
     struct shm shm = SHM_INIT;
     int r;
 
-    r = link_enter(f);
+    r = enter_for(f, ret);
     if (r < 0)
         return r;
     if (f->reconnect_ms != 0)
@@ -271,7 +299,7 @@ int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret)
         return link_break(f, -EPROTO,
                           "the server broke the protocol: a buffer of another size or not sealed");
     if (r < 0) {
-        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        link_release(f, f->reply.buffer.buffer);
         return link_fail_errno(f, r);
     }
     take_fd(&fd);
@@ -287,7 +315,7 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
     struct shm shm = SHM_INIT;
     int r;
 
-    r = link_enter(f);
+    r = enter_for(f, ret);
     if (r < 0)
         return r;
     r = shm_adopt(memfd, size, &shm, &reason);
@@ -320,7 +348,7 @@ int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer
     char uuid[48];
     int r;
 
-    r = link_enter(f);
+    r = enter_for(f, ret);
     if (r < 0)
         return r;
     r = transact_in_time(f, &request, -1);
@@ -332,7 +360,7 @@ int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer
     device_uuid(f, uuid, sizeof uuid);
     r = device_map(fd, size, uuid, &map, &reason);
     if (r < 0) {
-        link_release(f, f->reply.buffer.buffer, link_deadline(f->timeout_ms));
+        link_release(f, f->reply.buffer.buffer);
         return link_fail(f, r, "%s", reason);
     }
     r = buffer_new(f, &none, ret);
@@ -345,17 +373,17 @@ int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer
 
 uint64_t fused_buffer_device(const struct fused_buffer *buffer)
 {
-    return buffer->device ? device_address(buffer->device) : 0;
+    return buffer && buffer->device ? device_address(buffer->device) : 0;
 }
 
 void *fused_buffer_data(const struct fused_buffer *buffer)
 {
-    return buffer->shm.data;
+    return buffer ? buffer->shm.data : NULL;
 }
 
 size_t fused_buffer_size(const struct fused_buffer *buffer)
 {
-    return buffer->shm.size;
+    return buffer ? buffer->shm.size : 0;
 }
 
 void fused_buffer_free(struct fused_buffer *buffer)
@@ -376,7 +404,7 @@ void fused_buffer_free(struct fused_buffer *buffer)
         if (f->joining == buffer)
             f->joining = NULL;
         if (link_enter(f) == 0 && !f->broken && buffer->handle != 0)
-            link_release(f, buffer->handle, link_deadline(f->timeout_ms));
+            link_release(f, buffer->handle);
     }
     if (buffer) {
         device_unmap(buffer->device);
@@ -578,7 +606,7 @@ int fused_next(struct fused *f, int timeout_ms, struct fused_result *ret)
     int64_t deadline;
     int r;
 
-    r = link_enter(f);
+    r = enter_for(f, ret);
     if (r < 0)
         return r;
     deadline = link_deadline(timeout_ms < 0 ? f->timeout_ms : timeout_ms);
@@ -608,7 +636,7 @@ int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result
     uint32_t index;
     int r;
 
-    r = link_enter(f);
+    r = enter_for(f, ret);
     if (r < 0)
         return r;
     index = link_find(f, id);

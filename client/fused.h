@@ -23,7 +23,8 @@
  * numbers and names are those of PROTOCOL.md); a negative one is a negative errno of this side:
  * -EINVAL a wrong argument, -ENOTCONN or -EPIPE the server is gone, -ETIMEDOUT, -ENOMEM, -EPROTO
  * the server broke the protocol. fused_error_text() has the reason of the last failure on that
- * connection.
+ * connection. Without a connection (NULL), or without a place for what it returns where none is
+ * optional, a call answers -EINVAL; those that return no code do nothing, or answer 0, NULL or "".
  *
  * Threads. Different connections are independent. One connection, its buffers and its results may
  * be used by one thread at a time; the library makes no threads, installs no signal handlers and
@@ -82,7 +83,7 @@ size_t fused_dtype_size(enum fused_dtype dtype);
 /*
  * Connects and says hello. `socket` NULL: $FUSED_SOCKET, else the default path. `name` is shown in
  * the server's status to its administrator. Blocks until the server answers, at most 5 s. On
- * failure *ret is untouched.
+ * failure *ret is untouched, and fused_error_text(NULL) has the reason.
  */
 int fused_connect(const char *socket, const char *name, struct fused **ret);
 
@@ -94,7 +95,10 @@ int fused_connect(const char *socket, const char *name, struct fused **ret);
  */
 void fused_close(struct fused *f);
 
-/* Reason of the last failure on this connection; "" when there was none. Valid until the next call.
+/*
+ * Reason of the last failure on this connection; "" when there was none. Valid until the next call.
+ * NULL: of this thread's last fused_connect() that failed: the server's reason, or the path and
+ * what is wrong there; valid until the thread's next one.
  */
 const char *fused_error_text(const struct fused *f);
 
@@ -121,7 +125,7 @@ void fused_set_timeout(struct fused *f, int timeout_ms);
  *
  * Set it right after fused_connect(): buffers are then memory that this side makes, at a descriptor
  * each, and those made before (and all that are no host memory) cannot be registered again.
- * Requests that use those, or one that the new server refuses, get FUSED_BAD_BUFFER. In an event
+ * Requests that use those, or one that the new server refuses, get FUSED_NOT_FOUND. In an event
  * loop fused_fd() also becomes readable when there is something to do, and fused_next(f, 0, ...)
  * does it.
  */
@@ -165,7 +169,8 @@ size_t fused_buffer_size(const struct fused_buffer *buffer);
 
 /*
  * Gives the buffer back and unmaps it. Requests in flight that use it still end properly: the
- * server holds the region until then. Does not wait for an answer. NULL is fine.
+ * server holds the region until then (one that waits for the next server gets FUSED_NOT_FOUND).
+ * Does not wait: what cannot be sent at once goes out with later calls. NULL is fine.
  */
 void fused_buffer_free(struct fused_buffer *buffer);
 
@@ -204,7 +209,8 @@ struct fused_infer {
     int priority;         /* 0 (first to wait) ... 3 (needs admin); 1 is normal */
     int train; /* dropout masks, drawn from seed and offset as PyTorch's CUDA generator does */
     uint64_t seed, offset;
-    int compact; /* only the factors of an outer sum or constant: see PROTOCOL.md */
+    int compact; /* only the factors of an outer sum, or what a constant leaves (of max_rows rows at
+                    most): see PROTOCOL.md, section 6 */
     void *user;  /* comes back in the result */
 };
 

@@ -90,8 +90,11 @@ static void test_connect_errors(void **state)
     memset(long_path, 'a', sizeof long_path - 1);
     long_path[sizeof long_path - 1] = 0;
     assert_int_equal(fused_connect("/nonexistent/socket", "test", &f), -ENOENT);
+    assert_string_equal(fused_error_text(NULL), "/nonexistent/socket: No such file or directory");
     assert_int_equal(fused_connect(long_path, "test", &f), -ENAMETOOLONG);
+    assert_non_null(strstr(fused_error_text(NULL), "aaa: File name too long"));
     assert_int_equal(fused_connect("/nonexistent/socket", NULL, &f), -EINVAL);
+    assert_non_null(strstr(fused_error_text(NULL), "the client's name"));
     assert_int_equal(fused_connect("/nonexistent/socket", "", &f), -EINVAL);
     assert_int_equal(fused_connect("/nonexistent/socket", "a\nb", &f), -EINVAL);
     assert_int_equal(fused_connect("/nonexistent/socket", long_path, &f), -EINVAL);
@@ -134,8 +137,23 @@ static void script_silent(struct server *s)
         ;
 }
 
-static void expect_connect(void (*script)(struct server *), int want)
+/* Another thread's failures are its own. */
+static void *connect_nowhere(void *data)
 {
+    struct fused *f;
+    int r = fused_connect("/nonexistent/thread", "test", &f);
+
+    (void)data;
+    return r == -ENOENT && strstr(fused_error_text(NULL), "/nonexistent/thread: ") ? NULL : &server;
+}
+
+/* A server's reason stands alone, ours behind the path. */
+static void expect_connect(void (*script)(struct server *), int want, const char *text)
+{
+    char path[sizeof server.path], wanted[256];
+    pthread_t thread;
+    void *wrong;
+
     struct fused *f = NULL;
     int64_t start_ms = now_ms();
     int r;
@@ -145,7 +163,13 @@ static void expect_connect(void (*script)(struct server *), int want)
     assert_int_equal(r, want);
     assert_null(f);
     assert_in_range(now_ms() - start_ms, 0, 7000);
+    snprintf(path, sizeof path, "%s", server.path);
     server_stop(&server);
+    snprintf(wanted, sizeof wanted, "%s%s%s", want < 0 ? path : "", want < 0 ? ": " : "", text);
+    assert_int_equal(pthread_create(&thread, NULL, connect_nowhere, NULL), 0);
+    assert_int_equal(pthread_join(thread, &wrong), 0);
+    assert_null(wrong);
+    assert_string_equal(fused_error_text(NULL), wanted);
 }
 
 static void test_hello(void **state)
@@ -155,11 +179,13 @@ static void test_hello(void **state)
     char *json;
 
     (void)state;
-    expect_connect(script_refuse_hello, FUSED_UNSUPPORTED);
-    expect_connect(script_close_at_once, -EPIPE);
-    expect_connect(script_turn_away, FUSED_QUOTA);
-    expect_connect(script_garbage_hello, -EPROTO);
-    expect_connect(script_silent, -ETIMEDOUT);
+    expect_connect(script_refuse_hello, FUSED_UNSUPPORTED, "versions 2 to 3 are spoken here");
+    expect_connect(script_close_at_once, -EPIPE, "the server closed the connection");
+    expect_connect(script_turn_away, FUSED_QUOTA, "a limit of your uid is reached");
+    expect_connect(
+        script_garbage_hello, -EPROTO,
+        "the server broke the protocol: the message is cut short or holds the unused code 0xc1");
+    expect_connect(script_silent, -ETIMEDOUT, "no answer in time");
     server_start(&server, server_friendly);
     assert_int_equal(setenv("FUSED_SOCKET", server.path, 1), 0);
     assert_int_equal(fused_connect(NULL, "test", &f), 0);
