@@ -28,6 +28,7 @@
 #define RECONNECT_MS  30000
 #define LAST_MS       30000 /* what an answer may take after the end */
 #define SAY_EVERY_NS  100000000
+#define SLEEP_MAX_NS  100000000 /* until a client sees that the run is over */
 #define POISON        0xa5
 #define PLACE_ALIGNED 64u
 
@@ -56,7 +57,8 @@ struct bench_run {
     uint8_t *inputs;            /* one for each place */
     uint8_t *expected;          /* to verify; else NULL */
     uint64_t start_ns, counted_ns, end_ns;
-    atomic_bool is_over;
+    uint64_t stopped_ns; /* the last client's end, where that is before end_ns */
+    atomic_bool is_over; /* before end_ns: the user's wish, or a client cannot go on */
     atomic_ullong n_answers;
 };
 
@@ -311,13 +313,14 @@ static void sleep_until(struct client *c, uint64_t ns)
 {
     struct pollfd poller = {.fd = fused_fd(c->f), .events = POLLIN};
     uint64_t now = now_ns(), left = ns > now ? ns - now : 0;
-    struct timespec wait = {(time_t)(left / 1000000000), (long)(left % 1000000000)};
+    struct timespec wait = {.tv_nsec = (long)(left < SLEEP_MAX_NS ? left : SLEEP_MAX_NS)};
 
     ppoll(&poller, 1, &wait, NULL);
 }
 
 static int open_loop(struct client *c)
 {
+    uint64_t end_ns;
     int r = 0;
 
     prctl(PR_SET_TIMERSLACK, 1000UL);
@@ -338,11 +341,13 @@ static int open_loop(struct client *c)
         if (r == 0 && (free_place(c) == c->run->load->depth || c->next_ns > now_ns()))
             sleep_until(c, has_place && c->next_ns < c->run->end_ns ? c->next_ns : c->run->end_ns);
     }
-    for (; r == 0 && c->next_ns < c->run->end_ns; next_instant(c))
+    end_ns = now_ns() < c->run->end_ns ? now_ns() : c->run->end_ns;
+    for (; r == 0 && c->next_ns < end_ns; next_instant(c))
         c->result.n_unsent++;
     return r;
 }
 
+/* A client that cannot go on ends the run: what the others do then is not what was asked for. */
 static void *run_client(void *data)
 {
     struct client *c = data;
@@ -354,6 +359,7 @@ static void *run_client(void *data)
     if (r != 0 && c->result.error == 0) {
         c->result.error = r;
         snprintf(c->result.text, sizeof(c->result.text), "%s", fused_error_text(c->f));
+        atomic_store(&((struct bench_run *)c->run)->is_over, true);
     }
     return NULL;
 }
@@ -405,14 +411,14 @@ static void watch(struct bench_run *run, bool (*say)(double part, uint64_t n))
     const struct timespec pause = {.tv_nsec = SAY_EVERY_NS};
     uint64_t now;
 
-    while ((now = now_ns()) < run->end_ns) {
+    while ((now = now_ns()) < run->end_ns && !atomic_load(&run->is_over)) {
         double part = (double)(now - run->start_ns) / (double)(run->end_ns - run->start_ns);
 
         if (say(now < run->start_ns ? 0 : part, atomic_load(&run->n_answers)))
-            break;
-        nanosleep(&pause, NULL);
+            atomic_store(&run->is_over, true);
+        else
+            nanosleep(&pause, NULL);
     }
-    atomic_store(&run->is_over, now < run->end_ns);
 }
 
 /* Starts all at the same instant and waits for the last. */
@@ -433,6 +439,9 @@ static int run_threads(struct bench_run *run, struct client *clients,
         atomic_store(&run->is_over, true);
     for (unsigned k = 0; k < n; k++)
         pthread_join(clients[k].thread, NULL);
+    run->stopped_ns = now_ns();
+    if (!atomic_load(&run->is_over) || run->stopped_ns > run->end_ns)
+        run->stopped_ns = run->end_ns;
     return r;
 }
 
@@ -476,9 +485,8 @@ int bench_run(const struct bench_load *load, bool (*say)(double part, uint64_t n
         join_results(result, &clients[k].result);
         close_client(&clients[k]);
     }
-    result->seconds = (double)load->run_ns * 1e-9;
-    if (atomic_load(&run.is_over) && now_ns() > run.counted_ns)
-        result->seconds = (double)(now_ns() - run.counted_ns) * 1e-9;
+    if (run.stopped_ns > run.counted_ns)
+        result->seconds = (double)(run.stopped_ns - run.counted_ns) * 1e-9;
     if (r == 0)
         *ret = take_ptr(result);
 out:

@@ -97,7 +97,7 @@ static bool say(double part, uint64_t n)
     return false;
 }
 
-static struct bench_result *run(void (*script)(struct server *), double rate)
+static struct bench_result *run_for(void (*script)(struct server *), double rate, uint64_t ns)
 {
     struct bench_load load = {.model = "m",
                               .input = {.dtype = FUSED_FLOAT32, .rank = 2, .shape = {1, 100}},
@@ -108,7 +108,7 @@ static struct bench_result *run(void (*script)(struct server *), double rate)
                               .depth = 2,
                               .rate = rate,
                               .verify = true,
-                              .run_ns = 200000000};
+                              .run_ns = ns};
     struct bench_result *result = NULL;
     char text[256];
     int r;
@@ -120,6 +120,11 @@ static struct bench_result *run(void (*script)(struct server *), double rate)
     if (r != 0)
         fail_msg("%s: %s", fused_code_name(r), text);
     return result;
+}
+
+static struct bench_result *run(void (*script)(struct server *), double rate)
+{
+    return run_for(script, rate, 200000000);
 }
 
 static void test_counts(void **state)
@@ -181,13 +186,40 @@ static void test_open_loop(void **state)
     free(result);
 }
 
+/* A server that goes away: the run ends then, with what was served and the time that it took. */
+static void script_die(struct server *s)
+{
+    unsigned n = 0;
+
+    server_hello(s);
+    while (n < 20 && server_read(s)) {
+        n += s->request.verb == VERB_INFER;
+        server_answer(s);
+    }
+}
+
+static void test_server_dies(void **state)
+{
+    (void)state;
+    for (unsigned k = 0; k < 2; k++) {
+        struct bench_result *result = run_for(script_die, k == 0 ? 0 : 500, UINT64_C(60000000000));
+
+        assert_int_equal(result->error, -EPIPE);
+        assert_string_equal(result->text, "the server closed the connection");
+        assert_in_range(result->n_ok, 10, 18);
+        if (result->seconds <= 0 || result->seconds > 10)
+            fail_msg("%g s", result->seconds);
+        assert_in_range(result->n_unsent, 0, 10);
+        free(result);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_percentiles),
-        cmocka_unit_test(test_counts),
-        cmocka_unit_test(test_verifies),
-        cmocka_unit_test(test_open_loop),
+        cmocka_unit_test(test_percentiles), cmocka_unit_test(test_counts),
+        cmocka_unit_test(test_verifies),    cmocka_unit_test(test_open_loop),
+        cmocka_unit_test(test_server_dies),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
