@@ -180,7 +180,8 @@ const struct command ctl_drain = {
     .name = "drain",
     .args = "",
     .summary = "Refuse new requests and let the rest finish",
-    .text = "Needs to be an administrator.",
+    .text = "Returns at once: the server ends by itself when the rest is done. Needs to be an "
+            "administrator.",
     .run = run_drain,
 };
 

@@ -48,6 +48,19 @@ static int make_buffer(const struct ctl *ctl, struct fused *f, uint64_t size,
     return ctl_answer(ctl, f, fused_buffer_create(f, size > 0 ? (size_t)size : 1, ret), NULL);
 }
 
+static bool has_stage(const json_t *model, const char *op)
+{
+    json_t *stages = json_object_get(model, "stages"), *stage;
+    size_t i;
+
+    json_array_foreach(stages, i, stage)
+    {
+        if (strcmp(ctl_str(stage, "op"), op) == 0)
+            return true;
+    }
+    return false;
+}
+
 static int describe(const struct ctl *ctl, struct run *run)
 {
     char *json = NULL;
@@ -62,6 +75,8 @@ static int describe(const struct ctl *ctl, struct run *run)
         ctl_error("the server's description of the model is not understood");
         return CTL_NO_SERVER;
     }
+    if (ctl->train && !has_stage(run->model, "dropout"))
+        ctl_error("note: %s has no dropout, so --train changes nothing", ctl->args[0]);
     return CTL_DONE;
 }
 
@@ -210,13 +225,15 @@ static int print_result(const struct ctl *ctl, const struct run *run)
     printf("%s: %s -> %s %s in %s\n", ctl->args[0], ctl_dims(run->in.rank, run->in.dims, x),
            ctl_dims(result->output.rank, result->output.shape, y),
            proto_dtype_name((enum proto_dtype)result->output.dtype), ctl->out);
-    printf("waited %s, ran %s in a batch of %u rows, %s in all%s\n",
+    printf("waited %s, ran %s in a batch of %u row%s, %s in all%s\n",
            ctl_us(result->queue_us, queue), ctl_us(result->run_us, took), result->batch_rows,
-           ctl_us(run->wall_us, wall), result->late ? ", after its deadline" : "");
+           ctl_s(result->batch_rows), ctl_us(run->wall_us, wall),
+           result->late ? ", after its deadline" : "");
     if (ctl->train)
         printf("next offset %" PRIu64 "\n", result->offset);
     if (result->has_constant)
-        printf("constant %.9g, %u rows in full\n", result->constant, result->n_full);
+        printf("constant %.9g, %u row%s in full\n", result->constant, result->n_full,
+               ctl_s(result->n_full));
     return CTL_DONE;
 }
 
@@ -241,15 +258,38 @@ static int run_steps(struct ctl *ctl, struct run *run)
     return r;
 }
 
+/* Before the server is bothered: do the names mean files, two of them, and can the result be kept?
+ */
+static int check_files(const struct ctl *ctl)
+{
+    struct report report;
+
+    if (tensorfile_check_name(ctl->in, &report) < 0 ||
+        tensorfile_check_name(ctl->out, &report) < 0) {
+        ctl_error("%s", report.text);
+        return CTL_USAGE;
+    }
+    if (tensorfile_is_same(ctl->in, ctl->out)) {
+        ctl_error("%s would be written over its own input", ctl->out);
+        return CTL_USAGE;
+    }
+    if (tensorfile_check(ctl->out, &report) < 0) {
+        ctl_error("%s", report.text);
+        return CTL_FAILED;
+    }
+    return CTL_DONE;
+}
+
 static int run_infer(struct ctl *ctl)
 {
     struct run run = {.call = FUSED_INFER_INIT};
     struct report report;
     int r;
 
-    /* Before the server is bothered: can the result be kept? */
-    if (tensorfile_check(ctl->out, &report) < 0 ||
-        tensorfile_open(ctl->in, "x", &run.in, &report) < 0) {
+    r = check_files(ctl);
+    if (r != CTL_DONE)
+        return r;
+    if (tensorfile_open(ctl->in, "x", &run.in, &report) < 0) {
         ctl_error("%s", report.text);
         return CTL_FAILED;
     }

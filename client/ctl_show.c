@@ -44,19 +44,42 @@ static void print_device(json_t *device)
     printf(", driver %s\n", ctl_str(device, "driver"));
 }
 
+static void print_count(const json_t *object, const char *key, const char *noun)
+{
+    uint64_t n = ctl_uint(object, key);
+
+    printf("%" PRIu64 " %s%s", n, noun, ctl_s(n));
+}
+
+static void print_clients(const json_t *use)
+{
+    char text[CTL_TEXT_MAX];
+
+    print_count(use, "connections", "connection");
+    fputs(", ", stdout);
+    print_count(use, "buffers", "buffer");
+    printf(" (%s)", ctl_bytes(ctl_uint(use, "buffer_bytes"), text));
+}
+
+/* What one uid has. */
+static void print_use(const json_t *use)
+{
+    print_clients(use);
+    fputs(", ", stdout);
+    print_count(use, "requests", "request");
+}
+
 static void print_uids(json_t *uids)
 {
     json_t *uid;
-    char text[CTL_TEXT_MAX];
     size_t i;
 
     json_array_foreach(uids, i, uid)
     {
         label(i == 0 ? "uids" : "");
-        printf("%" PRIu64 ": %" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
-               " requests\n",
-               ctl_uint(uid, "uid"), ctl_uint(uid, "connections"), ctl_uint(uid, "buffers"),
-               ctl_bytes(ctl_uint(uid, "buffer_bytes"), text), ctl_uint(uid, "requests"));
+        printf("%" PRIu64 ": ", ctl_uint(uid, "uid"));
+        print_use(uid);
+        putchar('\n');
     }
 }
 
@@ -82,19 +105,18 @@ static void print_status(json_t *status)
            ctl_bytes(ctl_uint(status, "resident_bytes"), a),
            ctl_bytes(ctl_uint(status, "arena_bytes"), b));
     label("clients");
-    printf("%" PRIu64 " connections, %" PRIu64 " buffers (%s)\n", ctl_uint(totals, "connections"),
-           ctl_uint(totals, "buffers"), ctl_bytes(ctl_uint(totals, "buffer_bytes"), a));
+    print_clients(totals);
+    putchar('\n');
     label("requests");
-    printf("%" PRIu64 " accepted and not answered, %" PRIu64 " rows waiting, %" PRIu64
-           " answered, %" PRIu64 " refused\n",
-           ctl_uint(totals, "requests"), ctl_uint(totals, "queued_rows"),
-           ctl_uint(totals, "answered"), ctl_uint(totals, "refused"));
+    printf("%" PRIu64 " accepted and not answered, ", ctl_uint(totals, "requests"));
+    print_count(totals, "queued_rows", "row");
+    printf(" waiting, %" PRIu64 " answered, %" PRIu64 " refused\n", ctl_uint(totals, "answered"),
+           ctl_uint(totals, "refused"));
     label("you");
-    printf("uid %" PRIu64 "%s, %" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
-           " requests\n",
-           ctl_uint(you, "uid"), ctl_bool(you, "admin") ? " (administrator)" : "",
-           ctl_uint(you, "connections"), ctl_uint(you, "buffers"),
-           ctl_bytes(ctl_uint(you, "buffer_bytes"), a), ctl_uint(you, "requests"));
+    printf("uid %" PRIu64 "%s, ", ctl_uint(you, "uid"),
+           ctl_bool(you, "admin") ? " (administrator)" : "");
+    print_use(you);
+    putchar('\n');
     print_uids(json_object_get(status, "uids"));
 }
 
@@ -156,9 +178,10 @@ static void print_describe(json_t *model)
            ctl_uint(model, "max_rows"), ctl_uint(model, "max_delay_us"),
            ctl_uint(model, "queue_rows"));
     label("backend");
-    printf("%s, %s resident, %s of work space, %" PRIu64 " launches a batch\n",
+    printf("%s, %s resident, %s of work space, %" PRIu64 " launch%s a batch\n",
            ctl_str(model, "backend"), ctl_bytes(ctl_uint(model, "resident_bytes"), a),
-           ctl_bytes(ctl_uint(model, "arena_bytes"), b), ctl_uint(model, "launches"));
+           ctl_bytes(ctl_uint(model, "arena_bytes"), b), ctl_uint(model, "launches"),
+           ctl_uint(model, "launches") == 1 ? "" : "es");
     print_lines("plan", json_object_get(model, "plan"));
     label("proof");
     puts(ctl_str(json_object_get(model, "proof"), "text"));
@@ -190,7 +213,7 @@ static void print_stats(json_t *stats)
     label("requests");
     printf("%" PRIu64 "\n", ctl_uint(stats, "requests"));
     label("rows");
-    printf("%" PRIu64 " in %" PRIu64 " batches", rows, batches);
+    printf("%" PRIu64 " in %" PRIu64 " batch%s", rows, batches, batches == 1 ? "" : "es");
     if (batches > 0)
         printf(", %.1f a batch, at most %" PRIu64, (double)rows / (double)batches,
                ctl_uint(stats, "batch_rows_max"));

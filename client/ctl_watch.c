@@ -27,6 +27,8 @@
 #define NAME_WIDTH     34
 #define REQUEST_MAX    4096
 #define REQUEST_WAIT_S 2
+#define BOUND_FIRST    3  /* of histograms: 2^3 - 1 us */
+#define BOUND_LAST     26 /* 67 s */
 
 /* ---- gathering ---- */
 
@@ -145,6 +147,9 @@ static void print_top(json_t *all, const json_t *before, double seconds, bool cl
 {
     json_t *status = json_object_get(all, "status"), *totals = json_object_get(status, "totals");
     json_t *models = json_object_get(all, "models"), *stats;
+    uint64_t n_connections = ctl_uint(totals, "connections"),
+             n_buffers = ctl_uint(totals, "buffers");
+    uint64_t n_requests = ctl_uint(totals, "requests"), n_rows = ctl_uint(totals, "queued_rows");
     uint64_t up_s = ctl_uint(status, "uptime_s");
     char text[CTL_TEXT_MAX];
     size_t i;
@@ -154,11 +159,11 @@ static void print_top(json_t *all, const json_t *before, double seconds, bool cl
     printf("%s, %s, backend %s, up %" PRIu64 ":%02" PRIu64 ":%02" PRIu64 "\n",
            ctl_str(status, "server"), ctl_str(status, "state"), ctl_str(status, "backend"),
            up_s / 3600, up_s / 60 % 60, up_s % 60);
-    printf("%" PRIu64 " connections, %" PRIu64 " buffers (%s), %" PRIu64
-           " requests accepted and not answered, %" PRIu64 " rows waiting\n\n",
-           ctl_uint(totals, "connections"), ctl_uint(totals, "buffers"),
-           ctl_bytes(ctl_uint(totals, "buffer_bytes"), text), ctl_uint(totals, "requests"),
-           ctl_uint(totals, "queued_rows"));
+    printf("%" PRIu64 " connection%s, %" PRIu64 " buffer%s (%s), %" PRIu64
+           " request%s accepted and not answered, %" PRIu64 " row%s waiting\n\n",
+           n_connections, ctl_s(n_connections), n_buffers, ctl_s(n_buffers),
+           ctl_bytes(ctl_uint(totals, "buffer_bytes"), text), n_requests, ctl_s(n_requests), n_rows,
+           ctl_s(n_rows));
     printf("%-*s %10s %11s %10s %9s %10s %10s %8s\n", NAME_WIDTH, "MODEL", "REQUESTS/S", "ROWS/S",
            "BATCHES/S", "ROWS EACH", "WAITING", "RUNNING", "ERRORS/S");
     json_array_foreach(models, i, stats)
@@ -200,7 +205,7 @@ static int run_top(struct ctl *ctl)
             print_top(now, before, seconds, refresh);
         json_decref(before);
         before = take_ptr(now);
-    } while (r == CTL_DONE && refresh);
+    } while (r == CTL_DONE && refresh && !ferror(stdout));
     ctl_catch_interrupts(false);
     json_decref(before);
     fused_close(f);
@@ -247,6 +252,7 @@ static void put_status(FILE *out, json_t *status)
         {"fused_refused_total", "counter", "totals", "refused", "Inferences ended by an error."},
     };
     json_t *devices = json_object_get(status, "devices"), *device;
+    bool has_memory = false;
     size_t i;
 
     head(out, "fused_ready", "gauge", "1: a request would be taken now.");
@@ -257,9 +263,13 @@ static void put_status(FILE *out, json_t *status)
         head(out, rows[i].name, rows[i].type, rows[i].help);
         fprintf(out, "%s %" PRIu64 "\n", rows[i].name, ctl_uint(from, rows[i].key));
     }
-    head(out, "fused_device_memory_free_bytes", "gauge", "Free memory of the device.");
     json_array_foreach(devices, i, device)
     {
+        if (ctl_uint(device, "memory_total_bytes") == 0)
+            continue; /* a device without memory of its own */
+        if (!has_memory)
+            head(out, "fused_device_memory_free_bytes", "gauge", "Free memory of the device.");
+        has_memory = true;
         fputs("fused_device_memory_free_bytes{device=", out);
         put_label(out, ctl_str(device, "name"));
         fprintf(out, ",backend=");
@@ -286,9 +296,9 @@ static void put_counts(FILE *out, json_t *models)
     static const struct {
         const char *name, *key, *help;
     } rows[] = {
-        {"fused_model_requests_total", "requests", "Requests answered with a result."},
-        {"fused_model_rows_total", "rows", "Rows of those."},
-        {"fused_model_batches_total", "batches", "Batches that those ran in."},
+        {"fused_model_requests_total", "requests", "Requests received, refused ones included."},
+        {"fused_model_rows_total", "rows", "Rows of the requests that have a result."},
+        {"fused_model_batches_total", "batches", "Batches that ran."},
     };
     static const struct {
         const char *name, *key, *label, *help;
@@ -321,28 +331,45 @@ static void put_counts(FILE *out, json_t *models)
     }
 }
 
-/* The server counts by upper bound in microseconds; Prometheus wants sums of all below. */
+/* How many of the histogram are not above that. */
+static uint64_t count_below(const json_t *buckets, json_int_t bound_us)
+{
+    const json_t *bucket;
+    uint64_t n = 0;
+    size_t k;
+
+    json_array_foreach(buckets, k, bucket)
+    {
+        if (json_integer_value(json_array_get(bucket, 0)) <= bound_us)
+            n += (uint64_t)json_integer_value(json_array_get(bucket, 1));
+    }
+    return n;
+}
+
+/*
+ * The server counts by upper bound in microseconds, and tells those with a count. Prometheus wants
+ * sums of all below, at bounds that are always the same: 2^n - 1 us, which are bounds of the
+ * server's, too.
+ */
 static void put_times(FILE *out, json_t *models, const char *key, const char *name,
                       const char *help)
 {
-    json_t *stats, *bucket;
+    json_t *stats;
     char full[80], bound[40];
-    size_t i, k;
+    size_t i;
 
     head(out, name, "histogram", help);
     json_array_foreach(models, i, stats)
     {
         json_t *histogram = json_object_get(stats, key);
-        uint64_t n = 0;
 
         snprintf(full, sizeof(full), "%s_bucket", name);
-        json_array_foreach(json_object_get(histogram, "buckets"), k, bucket)
-        {
-            n += (uint64_t)json_integer_value(json_array_get(bucket, 1));
-            snprintf(bound, sizeof(bound), "%.9g",
-                     (double)json_integer_value(json_array_get(bucket, 0)) * 1e-6);
+        for (unsigned k = BOUND_FIRST; k <= BOUND_LAST; k++) {
+            json_int_t us = ((json_int_t)1 << k) - 1;
+
+            snprintf(bound, sizeof(bound), "%.9g", (double)us * 1e-6);
             put_sample(out, full, stats, "le", bound);
-            fprintf(out, "%" PRIu64 "\n", n);
+            fprintf(out, "%" PRIu64 "\n", count_below(json_object_get(histogram, "buckets"), us));
         }
         put_sample(out, full, stats, "le", "+Inf");
         fprintf(out, "%" PRIu64 "\n", ctl_uint(histogram, "count"));

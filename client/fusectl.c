@@ -5,7 +5,8 @@
  * after the command's name. Exit codes are those of fusectl.h.
  *
  * Standard output is checked when the program ends, whichever way it does: a full disk or a reader
- * that went away must not look like success. For the same reason SIGPIPE is ignored, and a closed
+ * that went away must not look like success. It is a stream with a write function of ours, which
+ * keeps the first failure's errno until then. For the same reason SIGPIPE is ignored, and a closed
  * descriptor 0, 1 or 2 is filled first, so that no socket or file of ours can take its number and
  * receive what was meant for people.
  */
@@ -295,13 +296,58 @@ static char *list_commands(int key, const char *text, void *input)
     return fclose(stream) == 0 ? list : (char *)text;
 }
 
+static int stdout_errno; /* of the first write that failed */
+
+static ssize_t write_stdout(void *cookie, const char *data, size_t n)
+{
+    size_t done = 0;
+
+    (void)cookie;
+    while (done < n) {
+        ssize_t r = write(STDOUT_FILENO, data + done, n - done);
+
+        if (r < 0 && errno == EINTR)
+            continue;
+        if (r < 0 && stdout_errno == 0)
+            stdout_errno = errno;
+        if (r < 0)
+            break;
+        done += (size_t)r;
+    }
+    return (ssize_t)done; /* fewer is how a cookie's stream is told of a failure */
+}
+
+static int close_stdout(void *cookie)
+{
+    (void)cookie;
+    if (close(STDOUT_FILENO) == 0)
+        return 0;
+    if (stdout_errno == 0)
+        stdout_errno = errno;
+    return -1;
+}
+
+static int open_stdout(void)
+{
+    const cookie_io_functions_t functions = {.write = write_stdout, .close = close_stdout};
+    FILE *stream = fopencookie(NULL, "w", functions);
+
+    if (stream == NULL)
+        return -1;
+    if (isatty(STDOUT_FILENO))
+        setvbuf(stream, NULL, _IOLBF, BUFSIZ);
+    stdout = stream;
+    return 0;
+}
+
 /* Runs at exit. Only what was printed can be lost: an unused, closed stdout is no error. */
 static void check_stdout(void)
 {
     bool failed = ferror(stdout) != 0;
 
-    if (fflush(stdout) != 0 || failed || (fclose(stdout) != 0 && errno != EBADF)) {
-        ctl_error("cannot write to standard output: %s", strerror(errno != 0 ? errno : EIO));
+    if (fclose(stdout) != 0 || failed) {
+        ctl_error("cannot write to standard output: %s",
+                  strerror(stdout_errno != 0 ? stdout_errno : EIO));
         _exit(CTL_FAILED);
     }
 }
@@ -330,7 +376,8 @@ int main(int argc, char **argv)
 
     argp_program_version = "fusectl " FUSED_VERSION;
     argp_err_exit_status = CTL_USAGE;
-    if (fill_standard_fds() < 0 || signal(SIGPIPE, SIG_IGN) == SIG_ERR || atexit(check_stdout) != 0)
+    if (fill_standard_fds() < 0 || signal(SIGPIPE, SIG_IGN) == SIG_ERR || open_stdout() < 0 ||
+        atexit(check_stdout) != 0)
         return CTL_FAILED;
     if (argp_parse(&argp, argc, argv, ARGP_IN_ORDER, NULL, &top) != 0)
         return CTL_USAGE;

@@ -212,6 +212,24 @@ void tensorfile_close(struct tensorfile *file)
     file->safetensors = safetensors_free(file->safetensors);
 }
 
+int tensorfile_check_name(const char *text, struct report *report)
+{
+    struct place place;
+
+    return place_split(text, "", &place, report);
+}
+
+bool tensorfile_is_same(const char *a, const char *b)
+{
+    struct place x, y;
+    struct stat of_x, of_y;
+    struct report ignored;
+
+    return place_split(a, "", &x, &ignored) == 0 && place_split(b, "", &y, &ignored) == 0 &&
+           stat(x.path, &of_x) == 0 && stat(y.path, &of_y) == 0 && of_x.st_dev == of_y.st_dev &&
+           of_x.st_ino == of_y.st_ino;
+}
+
 int tensorfile_check(const char *place, struct report *report)
 {
     struct place parts;

@@ -6,6 +6,7 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -41,6 +42,12 @@ int tensorfile_read(const struct tensorfile *file, void *to, tensorfile_progress
                     struct report *report);
 
 void tensorfile_close(struct tensorfile *file);
+
+/* Whether the place is written as one. -EINVAL, -ENAMETOOLONG. */
+int tensorfile_check_name(const char *place, struct report *report);
+
+/* Whether both places are in one file that exists. */
+bool tensorfile_is_same(const char *a, const char *b);
 
 /* Whether a tensor could be written there, as far as that can be known before: the kind of name,
  * the directory, what is there now. */

@@ -66,6 +66,44 @@ setup() {
     grep -q '^served ' "$BATS_TEST_TMPDIR/out"
 }
 
+@test "bench: a server that dies ends it at once" {
+    cp -r "$BATS_FILE_TMPDIR/models" "$BATS_TEST_TMPDIR/models"
+    local other=$BATS_TEST_TMPDIR/s pid i start
+    for loop in "" "--rate 200"; do
+        "$B/fused" --config config/fused.conf --socket "$other" --backend cpu --models "$BATS_TEST_TMPDIR/models" \
+            >/dev/null 2>&1 3>&- &
+        pid=$!
+        for ((i = 0; i < 100; i++)); do
+            ! "$fusectl" --socket "$other" ping >/dev/null 2>&1 || break
+            sleep 0.1
+        done
+        { sleep 1.5 && kill -KILL $pid; } 3>&- &
+        start=$SECONDS
+        # shellcheck disable=SC2086
+        run "$fusectl" --socket "$other" bench a_5x37x96_g12 --duration 30 --clients 2 $loop --json
+        expect_status 69
+        expect_output 'the server closed the connection'
+        [ $((SECONDS - start)) -lt 10 ] || { echo "it took $((SECONDS - start)) s" && return 1; }
+        # The warm-up lasts 1 s, so that about 0.5 s count.
+        expect_output '"seconds":[01]\.[0-9]+,"requests":[1-9][0-9]*,.*"requests_per_s":[1-9]'
+        wait $pid || true
+    done
+}
+
+@test "top and metrics say why standard output cannot be written" {
+    for c in "top --interval 0.1" metrics; do
+        run bash -c '"$0" $1 >/dev/full' "$fusectl" "$c"
+        expect_status 74
+        [ "$output" = 'fusectl: cannot write to standard output: No space left on device' ] || { echo "$output" && return 1; }
+        run bash -c '"$0" $1 >&-' "$fusectl" "$c"
+        expect_status 74
+        [ "$output" = 'fusectl: cannot write to standard output: Bad file descriptor' ] || { echo "$output" && return 1; }
+        run bash -c 'set -o pipefail; { sleep 0.2; "$0" $1; } | true' "$fusectl" "$c"
+        expect_status 74
+        [ "$output" = 'fusectl: cannot write to standard output: Broken pipe' ] || { echo "$output" && return 1; }
+    done
+}
+
 @test "top: one interval where there is no terminal" {
     "$fusectl" bench a_5x37x96_g12 --duration 1.5 >/dev/null 3>&- &
     run "$fusectl" top --interval 0.5
@@ -90,6 +128,12 @@ setup() {
     # Each name has its type once, and buckets never fall.
     [ -z "$(grep '^# TYPE' <<<"$output" | sort | uniq -d)" ]
     awk '/^fused_model_run_seconds_bucket\{model="a_5/ { if ($2 < last) exit 1; last = $2 }' <<<"$output"
+    # Buckets are the same whatever was measured; a device without memory of its own has none to report.
+    for m in a_5x37x96_g12 a_bfloat16; do
+        [ "$(grep -c "^fused_model_run_seconds_bucket{model=\"$m\"" <<<"$output")" = 25 ]
+    done
+    expect_output '^fused_model_queue_seconds_bucket\{model="a_bfloat16",le="0.001023"\} [0-9]+$'
+    [[ $output != *fused_device_memory* ]]
     FUSED_SOCKET=/nonexistent run "$fusectl" metrics
     expect_status 69
 }

@@ -92,6 +92,12 @@ make_npy() { # SHAPE
     expect_status 1
     run "${train[@]}" -o "$dir/2.npy" --seed 7 --offset 3
     expect_status 1
+    run --separate-stderr "${train[@]}" -o "$dir/2.npy"
+    expect_status 0
+    [ -z "$stderr" ]
+    run --separate-stderr "$fusectl" infer $m -i "$x" -o "$dir/y.npy" --train
+    expect_status 0
+    [ "$stderr" = "fusectl: note: $m has no dropout, so --train changes nothing" ]
 }
 
 @test "--result compact: the row minima of an outer sum" {
@@ -175,7 +181,7 @@ END
     expect_status 74
     expect_output "F64, which is not supported"
     run "$fusectl" infer $m -i Makefile -o "$dir/y.npy"
-    expect_status 74
+    expect_status 64
     expect_output 'must end in .npy or .safetensors'
     as_npy "$dir/x.npy"
     sed 's/<f4/>f4/' "$dir/x.npy" >"$dir/big.npy"
@@ -198,12 +204,26 @@ END
     expect_status 74
     expect_output 'its directory cannot be written: No such file'
     run "$fusectl" infer $m -i "$x" -o "$dir/y.txt"
-    expect_status 74
+    expect_status 64
+    expect_output 'must end in .npy or .safetensors'
     ln -s /dev/full "$dir/full.npy"
     run "$fusectl" infer $m -i "$x" -o "$dir/full.npy"
     expect_status 74
     expect_output 'exists and is not a regular file'
     [ -L "$dir/full.npy" ]
+}
+
+@test "the input is not written over, whatever it is called" {
+    cp "$x" "$dir/x.safetensors"
+    ln "$dir/x.safetensors" "$dir/hard.safetensors"
+    ln -s x.safetensors "$dir/soft.safetensors"
+    for out in x x.safetensors#y hard soft; do
+        [[ $out == *.safetensors* ]] || out=$out.safetensors
+        run "$fusectl" infer $m -i "$dir/x.safetensors" -o "$dir/$out"
+        expect_status 64
+        expect_output "^fusectl: $dir/$out would be written over its own input$"
+    done
+    cmp "$x" "$dir/x.safetensors"
 }
 
 @test "a disk that fills up leaves the old file and nothing else" {

@@ -34,7 +34,7 @@ setup() {
     expect_output '^backend +cpu.*, log level info$'
     expect_output '^device +[^ ]'
     expect_output '^models +4, '
-    expect_output "^you +uid $(id -u) \(administrator\), 1 connections, 0 buffers"
+    expect_output "^you +uid $(id -u) \(administrator\), 1 connection, 0 buffers \(0 B\), [0-9]+ requests?$"
 }
 
 @test "status --json: one object" {

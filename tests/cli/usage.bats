@@ -70,6 +70,9 @@ weights a.conf --seed 1
 weights a.conf -o a.safetensors
 weights a.conf --seed 1 -o a.npy
 weights a.conf b.conf --seed 1 -o a.safetensors
+infer m -i a.txt -o b.npy
+infer m -i a.npy -o b.txt
+infer m -i a.safetensors# -o b.npy
 END
     run "$fusectl"
     expect_status 64
