@@ -71,15 +71,16 @@ void document_hello(struct doc *doc, const struct conn *conn)
     put_uint(doc, "unread_replies", CONN_REPLIES_MAX);
 }
 
-static void put_charges(struct doc *doc, const uint64_t *used)
+/* The request that asks is in flight, but none that it asks about. */
+static void put_charges(struct doc *doc, const uint64_t *used, bool is_asking)
 {
     put_uint(doc, "connections", used[CHARGE_CONNECTIONS]);
     put_uint(doc, "buffers", used[CHARGE_BUFFERS]);
     put_uint(doc, "buffer_bytes", used[CHARGE_BUFFER_BYTES]);
-    put_uint(doc, "requests", used[CHARGE_REQUESTS]);
+    put_uint(doc, "requests", used[CHARGE_REQUESTS] - is_asking);
 }
 
-static void put_uids(struct doc *doc, const struct uids *uids)
+static void put_uids(struct doc *doc, const struct uids *uids, const struct uid *asking)
 {
     const struct uid *uid;
     unsigned n = 0;
@@ -92,7 +93,7 @@ static void put_uids(struct doc *doc, const struct uids *uids)
             break;
         doc_map(doc, 5);
         put_uint(doc, "uid", uid->uid);
-        put_charges(doc, uid->used);
+        put_charges(doc, uid->used, uid == asking);
     }
 }
 
@@ -122,19 +123,19 @@ void document_status(struct doc *doc, const struct conn *conn, const struct back
     put_uint(doc, "models", server->registry.n);
     doc_key(doc, "totals");
     doc_map(doc, 7);
-    put_charges(doc, server->uids.total);
+    put_charges(doc, server->uids.total, true);
     put_uint(doc, "queued_rows", server->scheduler.queued_rows);
     put_uint(doc, "answered", server->scheduler.answered);
     put_uint(doc, "refused", server->scheduler.refused);
     doc_key(doc, "you");
     doc_map(doc, 6);
     put_uint(doc, "uid", conn->peer.uid);
-    put_charges(doc, conn->uid->used);
+    put_charges(doc, conn->uid->used, true);
     put_bool(doc, "admin", conn->peer.admin);
     put_uint(doc, "resident_bytes", server->registry.resident_bytes);
     put_uint(doc, "arena_bytes", server->registry.arena_bytes);
     if (conn->peer.admin)
-        put_uids(doc, &server->uids);
+        put_uids(doc, &server->uids, conn->uid);
 }
 
 void document_list(struct doc *doc, const struct registry *registry, const char *after, size_t n)
@@ -314,10 +315,11 @@ void document_changes(struct doc *doc, const struct registry_job *job)
     for (unsigned i = 0; i < n; i++) {
         const struct registry_change *change = &job->changes[i];
 
-        doc_map(doc, 4);
+        doc_map(doc, change->action == ACTION_LOADED ? 4 : 3);
         put_str(doc, "name", change->name);
         put_str(doc, "action", actions[change->action]);
         put_uint(doc, "version", change->number);
-        put_uint(doc, "load_ms", change->load_us / 1000);
+        if (change->action == ACTION_LOADED)
+            put_uint(doc, "load_ms", change->load_us / 1000);
     }
 }

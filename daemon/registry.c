@@ -93,8 +93,7 @@ static int open_dir(const char *path, const char *what, int *ret, struct report 
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 
     if (fd < 0)
-        return report_set(report, errno == ENOENT ? -ENOENT : -EINVAL, "%s: %s", what,
-                          strerrordesc_np(errno));
+        return report_set(report, -EINVAL, "%s: %s", what, strerrordesc_np(errno));
     *ret = fd;
     return 0;
 }
@@ -117,6 +116,8 @@ static int build(int models_fd, const char *weights_dir, const char *file, struc
             return r;
         stamp_file(weights_fd, version->model.weights, &version->weights_stamp);
         r = safetensors_open(weights_fd, version->model.weights, &weights, report);
+        if (r == -ENOENT)
+            r = -EINVAL; /* the model is there, and wrong */
         if (r < 0)
             return report_prefix(report, r, "%s: ", file);
     }
@@ -237,13 +238,14 @@ static struct registry_job *job_of(struct work *work)
 }
 
 static int change_add(struct registry_job *job, const char *name, enum registry_action action,
-                      struct version *version)
+                      struct version *version, const char *file)
 {
     struct registry_change *change;
 
-    for (unsigned i = 0; i < job->n_changes; i++) {
+    for (unsigned i = 0; file && i < job->n_changes; i++) {
         if (strcmp(job->changes[i].name, name) == 0)
-            return report_set(&job->report, -EINVAL, "two files have the model name \"%s\"", name);
+            return report_set(&job->report, -EINVAL, "%s: name: \"%s\" is the name of %s too", file,
+                              name, job->changes[i].file);
     }
     if (job->n_changes == REGISTRY_MODELS_MAX)
         return report_set(&job->report, -EINVAL, "more than %d models", REGISTRY_MODELS_MAX);
@@ -252,7 +254,7 @@ static int change_add(struct registry_job *job, const char *name, enum registry_
         return report_set(&job->report, -ENOMEM, "out of memory");
     job->changes = change;
     change = &job->changes[job->n_changes++];
-    *change = (struct registry_change){.action = action, .version = version};
+    *change = (struct registry_change){.action = action, .version = version, .file = file};
     snprintf(change->name, sizeof(change->name), "%s", name);
     return 0;
 }
@@ -287,7 +289,7 @@ static int change_file(struct registry_job *job, int models_fd, const char *file
     int r;
 
     if (version)
-        return change_add(job, version->model.name, ACTION_UNCHANGED, NULL);
+        return change_add(job, version->model.name, ACTION_UNCHANGED, NULL, version->model.file);
     r = load(job->registry, models_fd, file, &version, &job->report);
     if (r < 0)
         return r;
@@ -295,7 +297,7 @@ static int change_file(struct registry_job *job, int models_fd, const char *file
         r = report_set(&job->report, -EINVAL, "%s: name: is \"%s\", but \"%s\" was asked for", file,
                        version->model.name, name);
     if (r == 0)
-        r = change_add(job, version->model.name, ACTION_LOADED, version);
+        r = change_add(job, version->model.name, ACTION_LOADED, version, version->model.file);
     if (r < 0) {
         version_destroy(version);
         free(version);
@@ -318,7 +320,7 @@ static int change_gone(struct registry_job *job)
             kept = strcmp(job->changes[k].name, registry->served[i]->name) == 0;
         if (kept)
             continue;
-        r = change_add(job, registry->served[i]->name, ACTION_UNLOADED, NULL);
+        r = change_add(job, registry->served[i]->name, ACTION_UNLOADED, NULL, NULL);
         if (r < 0)
             return r;
     }
@@ -375,7 +377,7 @@ static void run_job(struct work *work)
         break;
     case TASK_UNLOAD:
         if (registry_find(job->registry, job->name, strlen(job->name)))
-            job->result = change_add(job, job->name, ACTION_UNLOADED, NULL);
+            job->result = change_add(job, job->name, ACTION_UNLOADED, NULL, NULL);
         else
             job->result = report_set(&job->report, -ENOENT, "no such model");
         break;

@@ -75,6 +75,7 @@ struct registry_change {
     char name[MODEL_NAME_MAX + 1];
     enum registry_action action;
     struct version *version; /* freshly loaded and not yet current; owned */
+    const char *file;        /* of what is served then, while the job runs; NULL: unloaded */
     uint64_t number, load_us;
 };
 

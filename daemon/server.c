@@ -315,9 +315,9 @@ static void say_ready(struct server *server, const char *failure)
 {
     char text[STATUS_MAX];
 
-    snprintf(text, sizeof(text), "Serving %u models on %s (%s)%s%s%s%s", server->registry.n,
-             server->info.name, server->info.device,
-             server->device.fallback[0] ? ", not on CUDA: " : "", server->device.fallback,
+    snprintf(text, sizeof(text), "Serving %u model%s on %s (%s)%s%s%s%s", server->registry.n,
+             server->registry.n == 1 ? "" : "s", server->info.name, server->info.device,
+             server->device.fallback[0] ? ", without a GPU: " : "", server->device.fallback,
              failure ? "; the last reload changed nothing: " : "", failure ? failure : "");
     if (!server->said_ready)
         log_info("server.ready", "%s", text);

@@ -48,6 +48,12 @@ HELPER const char *json(const struct proto_reply *reply)
             fail_msg("\"%s\" is not in %s", words, has_text); \
     } while (0)
 
+HELPER void assert_text(const struct proto_reply *reply, const char *text)
+{
+    if (reply->text.n != strlen(text) || memcmp(reply->text.s, text, reply->text.n) != 0)
+        fail_msg("\"%.*s\", not \"%s\"", (int)reply->text.n, reply->text.s, text);
+}
+
 HELPER void write_model(const struct daemon *daemon, const char *file, const char *text)
 {
     char path[300];
@@ -109,6 +115,9 @@ static void describes_itself(void **state)
     assert_has(&reply, "\"state\":\"ready\"");
     assert_has(&reply, "\"models\":4");
     assert_has(&reply, "\"uids\":[");
+    /* the request that asks is not one that waits */
+    assert_null(strstr(json(&reply), "\"requests\":1"));
+    assert_has(&reply, "\"requests\":0");
     call(&reply, VERB_MODEL_LIST, "");
     assert_has(&reply, MODEL_A);
     assert_has(&reply, "\"more\":false");
@@ -159,9 +168,11 @@ static void swaps_and_unloads(void **state)
     add_clamp(&d, "clamp", "clamp", "1.0");
     call(&reply, VERB_MODEL_LOAD, "clamp");
     assert_has(&reply, "\"action\":\"loaded\"");
+    assert_has(&reply, "\"load_ms\":");
     assert_true(clamp_of_five() == 1.0f);
     call(&reply, VERB_MODEL_LOAD, "clamp");
     assert_has(&reply, "\"action\":\"unchanged\"");
+    assert_null(strstr(json(&reply), "load_ms"));
     add_clamp(&d, "clamp", "clamp", "2.0");
     call(&reply, VERB_MODEL_RELOAD, "clamp");
     assert_has(&reply, "\"action\":\"loaded\"");
@@ -214,6 +225,7 @@ static void reloads_the_folder(void **state)
     add_clamp(&d, "zz-bad", "clamp", "1.0");
     call(&reply, VERB_MODEL_RELOAD, "");
     assert_error(&reply, ERR_BAD_MODEL);
+    assert_text(&reply, "zz-bad.conf: name: \"clamp\" is the name of clamp.conf too");
     assert_true(clamp_of_five() == 1.0f);
     remove_model(&d, "zz-bad");
     call(&reply, VERB_MODEL_RELOAD, "");
@@ -264,6 +276,37 @@ static void reloads_on_sighup(void **state)
     assert_error(&reply, ERR_NOT_FOUND);
     client_close(&c);
     assert_healthy(&d);
+}
+
+/* The model is there, and wrong: not a name that nobody knows. */
+static void misses_weights(void **state)
+{
+    static const char text[] = MODEL_A ".conf: " MODEL_A ".safetensors: No such file or directory";
+    struct proto_reply reply;
+    struct daemon one;
+    char path[300];
+
+    (void)state;
+    daemon_prepare(&one);
+    add_model(&one, MODEL_A);
+    daemon_spawn(&one, NULL);
+    daemon_wait_ready(&one);
+    client_start(&c, &one);
+    snprintf(path, sizeof(path), "%s/%s.safetensors", one.models, MODEL_A);
+    assert_int_equal(unlink(path), 0);
+    call(&reply, VERB_MODEL_RELOAD, "");
+    assert_error(&reply, ERR_BAD_MODEL);
+    assert_text(&reply, text);
+    call(&reply, VERB_MODEL_LOAD, MODEL_A);
+    assert_error(&reply, ERR_BAD_MODEL);
+    assert_text(&reply, text);
+    /* so is a folder that is gone: no path of the server's is told */
+    remove_tree(one.models);
+    call(&reply, VERB_MODEL_RELOAD, "");
+    assert_error(&reply, ERR_BAD_MODEL);
+    assert_text(&reply, "models_dir: No such file or directory");
+    client_close(&c);
+    daemon_stop(&one);
 }
 
 /* W-17 */
@@ -455,12 +498,12 @@ static void reloads_often_under_traffic(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(describes_itself),          cmocka_unit_test(counts),
-        cmocka_unit_test(swaps_and_unloads),         cmocka_unit_test(reloads_the_folder),
-        cmocka_unit_test(reloads_on_sighup),         cmocka_unit_test(reloads_often_under_traffic),
-        cmocka_unit_test(opens_nothing_outside),     cmocka_unit_test(pages_its_list),
-        cmocka_unit_test(swaps_under_load),          cmocka_unit_test(serves_while_it_loads),
-        cmocka_unit_test(refuses_what_does_not_fit),
+        cmocka_unit_test(describes_itself),      cmocka_unit_test(counts),
+        cmocka_unit_test(swaps_and_unloads),     cmocka_unit_test(reloads_the_folder),
+        cmocka_unit_test(reloads_on_sighup),     cmocka_unit_test(reloads_often_under_traffic),
+        cmocka_unit_test(misses_weights),        cmocka_unit_test(opens_nothing_outside),
+        cmocka_unit_test(pages_its_list),        cmocka_unit_test(swaps_under_load),
+        cmocka_unit_test(serves_while_it_loads), cmocka_unit_test(refuses_what_does_not_fit),
     };
 
     return cmocka_run_group_tests(tests, start, stop);

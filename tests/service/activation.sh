@@ -14,7 +14,7 @@ first_connection_starts_it() {
     as member fusectl ping
     is ActiveState active
     is SubState running
-    matches "$(property StatusText)" '^Serving 1 models on cpu '
+    matches "$(property StatusText)" '^Serving 1 model on cpu '
     equals "$(stat -c '%U %G' "/proc/$(property MainPID)")" "fused fused"
 }
 
@@ -82,7 +82,7 @@ memory_limit_restarts_it() {
 
 logs_to_the_journal() {
     journal_has server.ready
-    matches "$(journalctl -b -q -o cat -u fused.service FUSED_EVENT=server.ready)" '^Serving 1 models'
+    matches "$(journalctl -b -q -o cat -u fused.service FUSED_EVENT=server.ready)" '^Serving 1 model'
     equals "$(journalctl -b -q -o cat FUSED_EVENT=server.ready --output-fields=_UID -o json | grep -c '"_UID":"'"$(id -u fused)")" 1
 }
 

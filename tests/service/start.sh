@@ -9,7 +9,7 @@ ready_when_it_serves() {
     # Who connects meanwhile waits in the socket's backlog, and is served.
     infer
     is SubState running
-    matches "$(property StatusText)" '^Serving 1 models on fake '
+    matches "$(property StatusText)" '^Serving 1 model on fake '
     [ $((($(property ActiveEnterTimestampMonotonic) - $(property InactiveExitTimestampMonotonic)) / 1000)) -ge 1200 ]
 }
 
