@@ -4,7 +4,8 @@
  * Order: priority; then among uids whoever was given the fewest rows so far (start-time fair
  * queueing); then among the connections of that uid one after the other; then first come. A uid
  * that had nothing waiting starts at the turn that is served now: it gets its share from then on,
- * not what it left to others before, and what it owes it still owes.
+ * not what it left to others before. What it owes it still owes, as long as the daemon has a record
+ * of it: a debt ends with the uid's last connection and request.
  *
  * A queue has, for each priority, a heap of flows (one a uid), each with a ring of lanes (one a
  * connection), each a list of requests. Flows and lanes exist only while something waits in them. A

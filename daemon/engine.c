@@ -109,7 +109,7 @@ static bool start_all(struct engine *engine, struct batches *taken, struct batch
         int r;
 
         TAILQ_REMOVE(taken, batch, link);
-        batch->started_us = clock_us();
+        __atomic_store_n(&batch->started_us, clock_us(), __ATOMIC_RELAXED);
         r = engine->ops->start(engine->backend, batch->slot, &batch->batch);
         if (r < 0)
             finish(engine, batch, r);
@@ -264,7 +264,7 @@ void engine_submit(struct engine *engine, struct engine_batch *batch)
 
     assert(!batch->busy);
     batch->busy = true;
-    batch->submitted_us = clock_us();
+    batch->started_us = 0;
     engine->n_in_flight++;
     pthread_mutex_lock(&engine->lock);
     TAILQ_INSERT_TAIL(&engine->inbox, batch, link);
@@ -312,9 +312,11 @@ uint64_t engine_oldest_us(const struct engine *engine)
 
     for (unsigned i = 0; i < engine->n_slots; i++) {
         const struct engine_batch *batch = &engine->slots[i];
+        uint64_t started_us =
+            batch->busy ? __atomic_load_n(&batch->started_us, __ATOMIC_RELAXED) : 0;
 
-        if (batch->busy && batch->submitted_us < oldest_us)
-            oldest_us = batch->submitted_us;
+        if (started_us > 0 && started_us < oldest_us)
+            oldest_us = started_us;
     }
     return oldest_us;
 }

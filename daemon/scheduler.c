@@ -86,6 +86,15 @@ static void end_queued(struct scheduler *scheduler, struct request *request, enu
     scheduler->progress(scheduler->context);
 }
 
+/* What waits of a request will not run. Its parts that run end it; between two there is none. */
+static void end_rest(struct scheduler *scheduler, struct request *request, enum proto_error error)
+{
+    if (request->n_parts == 0)
+        end_queued(scheduler, request, error);
+    else
+        unqueue(scheduler, request);
+}
+
 static void expire(struct scheduler *scheduler, uint64_t now_us)
 {
     struct deadline *first;
@@ -160,7 +169,8 @@ static void launch(struct scheduler *scheduler, struct version *version, struct 
     }
     activate(scheduler, version);
     scheduler->n_running += n;
-    if (scheduler->free_us < now_us)
+    /* With nothing in flight it is free, whatever was guessed. */
+    if (engine_in_flight(scheduler->engine) == 0 || scheduler->free_us < now_us)
         scheduler->free_us = now_us;
     scheduler->free_us += version->run_us;
     engine_submit(scheduler->engine, batch);
@@ -389,10 +399,8 @@ int scheduler_add(struct scheduler *scheduler, struct request *request)
 void scheduler_cancel(struct scheduler *scheduler, struct request *request)
 {
     request->cancelled = true;
-    if (request->state == REQUEST_QUEUED)
-        end_queued(scheduler, request, ERR_CANCELLED);
-    else if (request->item.queued)
-        unqueue(scheduler, request);
+    if (request->item.queued)
+        end_rest(scheduler, request, ERR_CANCELLED);
 }
 
 void scheduler_abandon(struct scheduler *scheduler, struct request *request)
@@ -401,19 +409,13 @@ void scheduler_abandon(struct scheduler *scheduler, struct request *request)
     scheduler_cancel(scheduler, request);
 }
 
-void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error, bool running)
+void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error)
 {
     struct version *version;
 
-    while ((version = TAILQ_FIRST(&scheduler->active))) {
-        struct request *request = request_of_item(batch_head(&version->queue));
-
-        if (request->state == REQUEST_QUEUED)
-            end_queued(scheduler, request, error);
-        else
-            unqueue(scheduler, request);
-    }
-    for (unsigned i = 0; running && i < BACKEND_SLOTS_MAX; i++) {
+    while ((version = TAILQ_FIRST(&scheduler->active)))
+        end_rest(scheduler, request_of_item(batch_head(&version->queue)), error);
+    for (unsigned i = 0; i < BACKEND_SLOTS_MAX; i++) {
         struct engine_batch *batch = engine_slot(scheduler->engine, i);
 
         for (unsigned k = 0; batch && k < batch->batch.n_jobs; k++) {

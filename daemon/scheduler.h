@@ -48,8 +48,7 @@ int scheduler_add(struct scheduler *scheduler, struct request *request);
 void scheduler_cancel(struct scheduler *scheduler, struct request *request);
 /* The same when the client is gone: nobody is answered. */
 void scheduler_abandon(struct scheduler *scheduler, struct request *request);
-/* Answers all that is queued, and with `running` also what runs: the caller then ends the process
- * without the backend. */
-void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error, bool running);
-/* When the oldest batch that runs was submitted; UINT64_MAX when none runs. */
+/* Answers all that is queued or runs: the caller then ends the process without the backend. */
+void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error);
+/* When the oldest batch that runs was started; UINT64_MAX when none runs. */
 uint64_t scheduler_oldest_us(const struct scheduler *scheduler);

@@ -399,6 +399,77 @@ static void lets_others_in_between(void **state)
     daemon_stop(&daemon);
 }
 
+static uint64_t requests_held(struct client *client)
+{
+    struct proto_request request = {.verb = VERB_STATUS};
+    struct proto_reply reply;
+    struct scan_item item;
+    const uint8_t *found;
+    size_t n, pos = 0;
+
+    client_call(client, &request, -1, &reply, NULL);
+    assert_ok(&reply);
+    assert_int_equal(
+        scan_find(reply.document.bytes, reply.document.n_bytes, "totals.requests", &found, &n), 0);
+    assert_int_equal(scan_item(found, n, &pos, &item), 0);
+    return item.u;
+}
+
+/* Cancelled, or left by its client, between two parts: none of it runs, so nothing else ends it. */
+static void ends_between_its_parts(void **state)
+{
+    struct proto_request request, cancel = {.verb = VERB_CANCEL}, urgent = infer_a(x);
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+    uint64_t id, held;
+
+    (void)state;
+    urgent.infer.priority = 2;
+    urgent.infer.input.shape[0] = 2;
+    urgent.infer.input.n_bytes = 2 * A_IN * 4;
+    start(&daemon, "delay_ms=300", NULL, "batching = { max_rows = 2; };\n");
+    client_start(&many[1], &daemon);
+    held = requests_held(&many[1]);
+    for (int leaves = 0; leaves < 2; leaves++) {
+        client_start(&many[0], &daemon);
+        request = infer_large(0, client_buffer(&many[0], 1 << 20, &shm));
+        request.infer.input.shape[0] = 20;
+        request.infer.output.shape[2] = 20;
+        id = client_send(&many[0], &request, -1);
+        sleep_ms(50);
+        urgent.id = 0;
+        client_send(&many[1], &urgent, -1);
+        sleep_ms(400); /* in the urgent one's batch */
+        if (leaves) {
+            client_close(&many[0]);
+        } else {
+            cancel.cancel.target = id;
+            client_send(&many[0], &cancel, -1);
+            for (int i = 0; i < 2; i++) {
+                assert_true(client_recv(&many[0], &reply, NULL));
+                if (reply.id == id)
+                    assert_error(&reply, ERR_CANCELLED);
+                else
+                    assert_ok(&reply);
+            }
+            assert_false(client_readable(&many[0], 0));
+        }
+        assert_true(client_recv(&many[1], &reply, NULL));
+        assert_ok(&reply);
+        assert_int_equal(reply.infer.batch_rows, 2);
+        if (!leaves) {
+            assert_false(client_readable(&many[0], 350));
+            client_close(&many[0]);
+        }
+        assert_int_equal(requests_held(&many[1]), held);
+        shm_deinit(&shm);
+    }
+    client_close(&many[1]);
+    assert_healthy(&daemon);
+    daemon_stop(&daemon);
+}
+
 /* A part that fails ends all of it, once. */
 static void fails_as_a_whole(void **state)
 {
@@ -433,6 +504,7 @@ int main(void)
         cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
         cmocka_unit_test(cuts_without_a_trace),
         cmocka_unit_test(lets_others_in_between),
+        cmocka_unit_test(ends_between_its_parts),
         cmocka_unit_test(fails_as_a_whole),
     };
 
