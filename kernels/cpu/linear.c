@@ -221,9 +221,10 @@ void linear_print(const struct linear *linear, char *text, size_t size)
             n +=
                 (size_t)snprintf(rows + n, sizeof(rows) - n, "%s%" PRId64, n ? ", " : "", sizes[i]);
     snprintf(text, size,
-             "linear %" PRId64 " -> %" PRId64 ": oneDNN matmul (%s), %zu slices of %" PRId64
+             "linear %" PRId64 " -> %" PRId64 ": oneDNN matmul (%s), %zu slice%s of %" PRId64
              " columns by blocks of %s rows",
-             linear->k, linear->n, slices->blocks[0].name, linear->n_slices, slices->width, rows);
+             linear->k, linear->n, slices->blocks[0].name, linear->n_slices,
+             linear->n_slices == 1 ? "" : "s", slices->width, rows);
 }
 
 /* One call: a block of rows by a slice. `memory` is the worker's for that width and size. */
