@@ -153,6 +153,7 @@ static void check_drain(struct server *server)
         server->flush_until_us = now_us + FLUSH_US;
     if (has_unsent(server) && now_us < server->flush_until_us)
         return;
+    stop_accepting(server);
     if (!server->is_shut)
         stop_reading(server);
     if (!TAILQ_EMPTY(&server->conns) && now_us < server->flush_until_us) {
@@ -190,7 +191,10 @@ void server_drain(struct server *server, const char *why)
     log_info("server.drain", "%s: finishing %u queued and %u running requests", why,
              server->scheduler.n_queued, server->scheduler.n_running);
     service_stopping("Finishing what was accepted");
-    stop_accepting(server);
+    /* Whoever connects to a socket of the manager's waits for the next daemon. At one of our own
+     * they learn that this one ends, and may ask how far it is. */
+    if (server->listener.dir_fd < 0)
+        stop_accepting(server);
     server_progress(server);
 }
 

@@ -496,7 +496,10 @@ static void starts_without_stdio(void **state)
 static void drains(void **state)
 {
     enum { N = 10 };
-    struct proto_request request = infer_a(x), ping = {.verb = VERB_PING};
+    static struct client late;
+    struct proto_request request = infer_a(x), ping = {.verb = VERB_PING},
+                         status = {.verb = VERB_STATUS};
+    char *json = NULL;
     unsigned n_right = 0, n_refused = 0;
     struct proto_reply reply;
     struct daemon d;
@@ -513,7 +516,15 @@ static void drains(void **state)
     sleep_ms(50);
     kill(d.pid, SIGTERM);
     sleep_ms(50);
-    assert_true(wire_connect(d.socket) < 0);
+    client_start(&late, &d);
+    client_call(&late, &status, -1, &reply, NULL);
+    assert_ok(&reply);
+    assert_int_equal(codec_json(reply.document.bytes, reply.document.n_bytes, &json), 0);
+    assert_non_null(strstr(json, "\"state\":\"draining\""));
+    free(json);
+    request.id = 0;
+    client_call(&late, &request, -1, &reply, NULL);
+    assert_error(&reply, ERR_SHUTTING_DOWN);
     request.id = 0;
     client_send(&c, &request, -1);
     client_send(&c, &ping, -1);
@@ -533,7 +544,10 @@ static void drains(void **state)
     assert_int_equal(n_refused, 1);
     assert_true(client_is_closed(&c));
     client_close(&c);
+    assert_true(client_is_closed(&late));
+    client_close(&late);
     assert_int_equal(daemon_join(&d, 5), 0);
+    assert_int_equal(access(d.socket, F_OK), -1);
     daemon_remove(&d);
 }
 
