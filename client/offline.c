@@ -275,7 +275,7 @@ static int make_weights(struct making *making, const struct ctl *ctl, struct rep
     if (r == 0)
         r = st_writer_finish(making->writer, report);
     making->writer = st_writer_free(making->writer);
-    return r < 0 ? report_prefix(report, r, "%s: ", ctl->out) : 0;
+    return r < 0 ? tensorfile_report(report, r, ctl->out) : 0;
 }
 
 static int print_weights(const struct ctl *ctl, const struct making *making)

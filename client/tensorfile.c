@@ -44,6 +44,17 @@ static bool ends_with(const char *s, size_t n, const char *end)
     return n > m && memcmp(s + n - m, end, m) == 0;
 }
 
+int tensorfile_report(struct report *report, int r, const char *place)
+{
+    const char *slash = strrchr(place, '/'), *base = slash != NULL ? slash + 1 : place;
+    const char *end = strstr(report->text, ": ");
+    size_t n = end != NULL ? (size_t)(end - report->text) : 0;
+
+    if (n > 0 && strncmp(report->text, base, n) == 0 && (base[n] == 0 || base[n] == '#'))
+        memmove(report->text, end + 2, strlen(end + 2) + 1);
+    return report_prefix(report, r, "%s: ", place);
+}
+
 /* A '#' separates only behind ".safetensors": it may stand anywhere else in a file's name. */
 static int place_split(const char *text, const char *name, struct place *ret, struct report *report)
 {
@@ -155,7 +166,7 @@ int tensorfile_open(const char *place, const char *name, struct tensorfile *ret,
         return r;
     r = parts.npy ? open_npy(parts.path, &file, report) : open_safetensors(&parts, &file, report);
     if (r < 0)
-        return report_prefix(report, r, "%s: ", place);
+        return tensorfile_report(report, r, place);
     *ret = file;
     return 0;
 }
@@ -197,7 +208,7 @@ int tensorfile_read(const struct tensorfile *file, void *to, tensorfile_progress
         int r = read_piece(file, done, (uint8_t *)to + done, n, report);
 
         if (r < 0)
-            return report_prefix(report, r, "%s: ", file->place);
+            return tensorfile_report(report, r, file->place);
         done += n;
         r = progress == NULL ? 0 : progress(done, file->size);
         if (r < 0)
@@ -386,5 +397,5 @@ int tensorfile_write(const char *place, const char *name, enum fused_dtype dtype
         return report_set(report, -EINVAL, "%s: this is no tensor", place);
     r = parts.npy ? write_npy(parts.path, dtype, rank, dims, data, size, progress, report)
                   : write_safetensors(&parts, dtype, rank, dims, data, size, progress, report);
-    return r < 0 ? report_prefix(report, r, "%s: ", place) : 0;
+    return r < 0 ? tensorfile_report(report, r, place) : 0;
 }

@@ -57,3 +57,7 @@ int tensorfile_check(const char *place, struct report *report);
 int tensorfile_write(const char *place, const char *name, enum fused_dtype dtype, int rank,
                      const int64_t *dims, const void *data, tensorfile_progress progress,
                      struct report *report);
+
+/* Puts the place before why it failed, instead of the file's bare name if that stands there.
+ * Returns r. */
+int tensorfile_report(struct report *report, int r, const char *place);

@@ -123,6 +123,7 @@ setup() {
     run bash -c 'trap "" XFSZ; ulimit -f 64; "$0" weights "$1" --seed 1 -o "$2"' "$fusectl" config/models.d/gemm-groupnorm-min-bias.conf "$dir/w.safetensors"
     expect_status 74
     expect_output 'w.safetensors: .*File too large'
+    [[ $output != *w.safetensors:*w.safetensors:* ]]
     [ "$(cat "$dir/w.safetensors")" = old ]
     [ "$(ls -A "$dir")" = w.safetensors ]
 }
