@@ -24,7 +24,7 @@
  * -EINVAL a wrong argument, -ENOTCONN or -EPIPE the server is gone, -ETIMEDOUT, -ENOMEM, -EPROTO
  * the server broke the protocol. fused_error_text() has the reason of the last failure on that
  * connection. Without a connection (NULL), or without a place for what it returns where none is
- * optional, a call answers -EINVAL; those that return no code do nothing, or answer 0, NULL or "".
+ * optional, a call answers -EINVAL; those that return no code do nothing, or answer 0 or NULL.
  *
  * Threads. Different connections are independent. One connection, its buffers and its results may
  * be used by one thread at a time; the library makes no threads, installs no signal handlers and

@@ -342,6 +342,7 @@ static const char *place_output(struct call *call, const struct proto_tensor *fr
 void link_orphan(struct fused *f, uint32_t index, uint32_t handle)
 {
     f->calls[index].state = CALL_ORPHAN;
+    f->calls[index].answer_bytes = 0;
     f->calls[index].buffer = handle;
     f->n_orphans++;
 }
@@ -427,6 +428,38 @@ static int lose(struct fused *f, int error, const char *text)
     return link_fail(f, 1, "%s", text);
 }
 
+/* The server closes a connection for which more answers wait than these limits. */
+static bool has_room(const struct fused *f, const struct call *like)
+{
+    return f->n_unanswered < f->unread_max &&
+           (f->n_unanswered == 0 ||
+            f->unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
+}
+
+/* Gives back what is there for nobody, as far as that goes without waiting. Not by way of f->tx: a
+ * request may be on its way out of it. */
+static void return_orphans(struct fused *f)
+{
+    for (uint32_t k = 0; k < f->n_calls && f->n_orphans > 0 && f->state == LINK_UP; k++) {
+        struct proto_request request = {.verb = VERB_BUFFER_RELEASE};
+        struct call *call = &f->calls[k];
+        uint8_t bytes[64];
+        int n;
+
+        if (call->state != CALL_ORPHAN)
+            continue;
+        call->id = request.id = ++f->n_ids * LINK_CALLS_MAX + k;
+        request.buffer_release.buffer = call->buffer;
+        n = codec_encode_request(&request, bytes, sizeof bytes);
+        if (n < 0 || !has_room(f, call) || wire_send(f->socket, bytes, (size_t)n, -1) < 0)
+            return;
+        call->verb = VERB_BUFFER_RELEASE;
+        call->state = CALL_DROPPED;
+        f->n_orphans--;
+        f->n_unanswered++;
+    }
+}
+
 int link_receive(struct fused *f)
 {
     char text[PROTO_TEXT_MAX];
@@ -436,11 +469,10 @@ int link_receive(struct fused *f)
 
     if (f->broken)
         return f->broken;
-    if (f->wake_ms != LINK_FOREVER) {
-        n = rejoin_step(f);
-        if (n != 0 || f->state == LINK_DOWN)
-            return n;
-    }
+    n = f->wake_ms != LINK_FOREVER ? rejoin_step(f) : 0;
+    return_orphans(f);
+    if (n != 0 || f->state == LINK_DOWN)
+        return n;
     n = wire_recv(f->socket, f->rx, sizeof f->rx, &fd);
     if (n == -EAGAIN)
         return 0;
@@ -450,6 +482,8 @@ int link_receive(struct fused *f)
         return link_break(f, -EPROTO, "the server sent a datagram that is too large");
     if (n < 0)
         return link_break(f, n, strerrordesc_np(-n));
+    if (fd < -1)
+        return link_break(f, fd, strerrordesc_np(-fd));
     n = codec_decode_reply(f->codec, f->rx, (size_t)n, &f->reply, &reason);
     if (n == -ENOMEM)
         return link_break(f, n, strerrordesc_np(-n));
@@ -541,14 +575,6 @@ static int send_out(struct fused *f, size_t n, int fd, int64_t deadline)
     }
 }
 
-/* The server closes a connection for which more answers wait than these limits. */
-static bool has_room(const struct fused *f, const struct call *like)
-{
-    return f->n_unanswered < f->unread_max &&
-           (f->n_unanswered == 0 ||
-            f->unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
-}
-
 /* What may be asked of another server if this one goes away: nothing that changes a server. */
 static bool may_repeat(enum verb verb)
 {
@@ -617,12 +643,13 @@ static int post_row(struct fused *f, uint32_t index, size_t n, int fd, int64_t d
     return r;
 }
 
-static int post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
-                const struct call *like, uint32_t *ret_index)
+int link_post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
+              const struct call *like, uint32_t *ret_index)
 {
     uint32_t index = 0;
     int r;
 
+    return_orphans(f);
     r = wait_turn(f, request->verb, deadline, like);
     if (r == 0)
         r = link_new_call(f, like, &index);
@@ -643,26 +670,14 @@ static int post(struct fused *f, struct proto_request *request, int fd, int64_t 
     return 0;
 }
 
-void link_release(struct fused *f, uint32_t handle, int64_t deadline)
+void link_release(struct fused *f, uint32_t handle)
 {
-    struct proto_request request = {.verb = VERB_BUFFER_RELEASE, .buffer_release = {handle}};
     uint32_t index;
 
-    post(f, &request, -1, deadline, &(struct call){.state = CALL_DROPPED}, &index);
-}
-
-int link_post(struct fused *f, struct proto_request *request, int fd, int64_t deadline,
-              const struct call *like, uint32_t *ret_index)
-{
-    for (uint32_t k = 0; k < f->n_calls && f->n_orphans > 0; k++) {
-        uint32_t handle = f->calls[k].buffer;
-
-        if (f->calls[k].state != CALL_ORPHAN)
-            continue;
-        link_drop(f, k);
-        link_release(f, handle, deadline);
-    }
-    return post(f, request, fd, deadline, like, ret_index);
+    if (f->broken || link_new_call(f, &(struct call){.fd = -1}, &index) < 0)
+        return;
+    link_orphan(f, index, handle);
+    return_orphans(f);
 }
 
 /* Nobody waits for that answer any more. */

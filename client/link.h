@@ -17,8 +17,8 @@
 #define LINK_FOREVER   INT64_MAX
 
 /* SENT: somebody waits. HELD: somebody waits, and it is sent when the server is back. DROPPED:
- * nobody waits. JOIN: a request of rejoin.c. ORPHAN: a buffer that came for nobody, and goes back
- * with the next request. DONE: an inference whose result was not taken yet. */
+ * nobody waits. JOIN: a request of rejoin.c. ORPHAN: a buffer that is nobody's, and goes back as
+ * soon as the server takes requests. DONE: an inference whose result was not taken yet. */
 enum call_state {
     CALL_FREE,
     CALL_NEW,
@@ -130,7 +130,7 @@ void link_finish(struct fused *f, uint32_t index, int code, const char *text);
 /* Keeps a request until it can be sent. */
 void link_hold(struct fused *f, uint32_t index);
 
-/* A buffer that came for nobody: the row gives it back with the next request. */
+/* A buffer that is nobody's: the row gives it back. */
 void link_orphan(struct fused *f, uint32_t index, uint32_t handle);
 
 /* Hands the result of a row in state CALL_DONE over and frees the row. */
@@ -161,8 +161,8 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
 /* Sends and waits for the answer, which is then in f->reply. 0, the server's code, or -errno. */
 int link_transact(struct fused *f, struct proto_request *request, int fd, int64_t deadline);
 
-/* Gives a buffer back without waiting for the answer. */
-void link_release(struct fused *f, uint32_t handle, int64_t deadline);
+/* Gives a buffer back: now, or while something else is sent or received. Never waits. */
+void link_release(struct fused *f, uint32_t handle);
 
 /* Tells an event loop whether there is a result, or when something is due. */
 void link_signal(struct fused *f);

@@ -47,8 +47,6 @@ static void lose_call(struct fused *f, uint32_t index)
             link_hold(f, index);
         break;
     case CALL_DROPPED:
-    case CALL_ORPHAN:
-    case CALL_JOIN:
         link_drop(f, index);
         break;
     default:
@@ -66,7 +64,7 @@ void rejoin_drop(struct fused *f)
         b->is_joined = false;
     }
     for (uint32_t k = 0; k < f->n_calls; k++)
-        if (f->calls[k].state == CALL_JOIN)
+        if (f->calls[k].state == CALL_JOIN || f->calls[k].state == CALL_ORPHAN)
             link_drop(f, k);
     f->retry_ms = link_now_ms() + f->pause_ms;
     f->pause_ms = 2 * f->pause_ms < PAUSE_MAX_MS ? 2 * f->pause_ms : PAUSE_MAX_MS;
@@ -159,7 +157,7 @@ static void try_connect(struct fused *f)
 }
 
 /* A buffer that the new server refuses keeps handle 0, which is nobody's: requests that use it are
- * told BAD_BUFFER. So is one whose memory cannot be handed over again. */
+ * told NOT_FOUND. So is one whose memory cannot be handed over again. */
 static void join_next(struct fused *f)
 {
     struct proto_request request = {.verb = VERB_BUFFER_REGISTER};
@@ -183,15 +181,16 @@ static void join_next(struct fused *f)
 void rejoin_answer(struct fused *f, uint32_t index)
 {
     const struct proto_reply *reply = &f->reply;
+    enum verb verb = f->calls[index].verb; /* a refusal need not name it */
 
-    if (reply->verb == VERB_BUFFER_REGISTER && reply->error == 0 && !f->joining) {
+    if (verb == VERB_BUFFER_REGISTER && reply->error == 0 && !f->joining) {
         link_orphan(f, index, reply->buffer.buffer); /* freed meanwhile */
     } else {
-        if (reply->verb == VERB_BUFFER_REGISTER && reply->error == 0)
+        if (verb == VERB_BUFFER_REGISTER && reply->error == 0)
             f->joining->handle = reply->buffer.buffer;
         link_drop(f, index);
     }
-    if (reply->verb == VERB_HELLO && (reply->error != 0 || link_take_hello(f) < 0))
+    if (verb == VERB_HELLO && (reply->error != 0 || link_take_hello(f) < 0))
         rejoin_drop(f);
     else
         join_next(f);
@@ -199,8 +198,8 @@ void rejoin_answer(struct fused *f, uint32_t index)
 
 /* ---- sending what was held ---- */
 
-/* The datagram as the new server has to read it. */
-static int renew(struct fused *f, struct call *call)
+/* The datagram as the new server has to read it. Its deadline is after `now`. */
+static int renew(struct fused *f, struct call *call, int64_t now)
 {
     struct proto_request request;
     struct proto_infer *infer = &request.infer;
@@ -222,7 +221,7 @@ static int renew(struct fused *f, struct call *call)
         infer->output.buffer = call->buffer;
     }
     if (infer->has_deadline)
-        infer->deadline_us = (uint64_t)(call->deadline_ms - link_now_ms()) * 1000 + 1;
+        infer->deadline_us = (uint64_t)(call->deadline_ms - now) * 1000;
     bytes = malloc(size);
     if (!bytes)
         return -ENOMEM;
@@ -238,14 +237,14 @@ static int renew(struct fused *f, struct call *call)
 }
 
 /* As much as goes out. What fails for want of room or memory is tried again. */
-static void send_held(struct fused *f)
+static void send_held(struct fused *f, int64_t now)
 {
     for (uint32_t k = 0; k < f->n_calls && f->n_held > 0; k++) {
         struct call *call = &f->calls[k];
 
         if (call->state != CALL_HELD)
             continue;
-        if (call->verb == VERB_INFER && renew(f, call) < 0)
+        if (call->verb == VERB_INFER && renew(f, call, now) < 0)
             return;
         if (wire_send(f->socket, call->datagram, call->n_datagram, call->fd) < 0)
             return;
@@ -281,9 +280,11 @@ int rejoin_step(struct fused *f)
     bool any = expire(f, now, &wake_ms);
 
     if (f->state == LINK_UP && !f->is_leaving) {
-        send_held(f);
+        uint32_t n_before = f->n_held;
+
+        send_held(f, now);
         link_wake_at(f, f->n_held > 0 ? now + PAUSE_MIN_MS : LINK_FOREVER);
-        return any;
+        return any || f->n_held < n_before; /* whose turn comes after these waits for it */
     }
     if (now >= f->until_ms)
         return give_up(f);

@@ -121,7 +121,7 @@ static void script_back(struct server *s)
                 server_document(s, server_limits);
             else if (s->request.verb == VERB_INFER && !s->request.infer.input.is_inline &&
                      s->request.infer.input.buffer == 0)
-                server_error(s, ERR_BAD_BUFFER, "there is no such buffer");
+                server_error(s, ERR_NOT_FOUND, "there is no such buffer");
             else
                 server_answer(s);
         }

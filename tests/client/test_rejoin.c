@@ -5,8 +5,10 @@
 #include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -18,8 +20,27 @@
 
 #define LIMIT_MS 5000
 
+#define N_LATE 100
+
 static struct server server;
 static unsigned before_fds;
+static atomic_bool is_free;
+static atomic_int tick_ms, ahead_ms;
+
+/* In place of the C library's: each look at the clock takes tick_ms. */
+int clock_gettime(clockid_t clock, struct timespec *t)
+{
+    int ahead = atomic_fetch_add(&ahead_ms, atomic_load(&tick_ms));
+    int r = (int)syscall(SYS_clock_gettime, clock, t);
+
+    t->tv_sec += ahead / 1000;
+    t->tv_nsec += ahead % 1000 * 1000000L;
+    if (t->tv_nsec >= 1000000000) {
+        t->tv_sec++;
+        t->tv_nsec -= 1000000000;
+    }
+    return r;
+}
 
 static struct fused *start(void (*script)(struct server *), int limit_ms)
 {
@@ -365,6 +386,9 @@ static void script_unwilling(struct server *s)
 {
     static const struct proto_reply full = {
         .verb = VERB_COUNT, .error = ERR_QUOTA, .text = {"a limit of your uid is reached", 30}};
+    struct proto_reply nameless = full;
+
+    nameless.has_id = true;
 
     server_hello(s);
     read_verb(s, VERB_INFER);
@@ -374,6 +398,10 @@ static void script_unwilling(struct server *s)
     server_again(s);
     CHECK(server_read(s));
     server_error(s, ERR_SHUTTING_DOWN, "the end");
+    server_again(s);
+    CHECK(server_read(s));
+    nameless.id = s->request.id;
+    server_write(s, &nameless, -1);
     server_again(s);
     server_hello(s);
     read_verb(s, VERB_INFER);
@@ -445,7 +473,7 @@ static void script_buffers(struct server *s)
     for (unsigned k = 0; k < 3; k++) {
         read_verb(s, VERB_INFER);
         if (s->request.infer.output.buffer == 0)
-            server_error(s, ERR_BAD_BUFFER, "there is no such buffer");
+            server_error(s, ERR_NOT_FOUND, "there is no such buffer");
         else
             server_infer(s);
     }
@@ -475,7 +503,7 @@ static void test_lost_buffers(void **state)
     assert_int_equal(result.code, 0);
     assert_memory_equal(fused_buffer_data(b[0]), "\2\3\4\5", 4);
     assert_int_equal(fused_wait(f, ids[1], -1, &result), 0);
-    assert_int_equal(result.code, FUSED_BAD_BUFFER);
+    assert_int_equal(result.code, FUSED_NOT_FOUND);
     assert_int_equal(fused_wait(f, ids[2], -1, &result), 0);
     assert_int_equal(result.code, 0);
     for (unsigned k = 0; k < 3; k++)
@@ -485,43 +513,185 @@ static void test_lost_buffers(void **state)
     assert_int_equal(server.n_released, 1 + 2); /* the refused one is not there to be released */
 }
 
+static bool ends_twice;
+
 static void script_slow_register(struct server *s)
 {
     server_hello(s);
-    read_verb(s, VERB_BUFFER_REGISTER);
-    server_answer(s);
+    for (unsigned k = 0; k < 2; k++) {
+        read_verb(s, VERB_BUFFER_REGISTER);
+        server_answer(s);
+    }
     read_verb(s, VERB_INFER);
     server_again(s);
     server_hello(s);
     read_verb(s, VERB_BUFFER_REGISTER);
-    usleep(200000); /* meanwhile the client frees it */
     server_answer(s);
-    read_verb(s, VERB_INFER);
-    CHECK(s->request.infer.output.buffer == 0);
-    server_error(s, ERR_BAD_BUFFER, "there is no such buffer");
+    read_verb(s, VERB_BUFFER_REGISTER);
+    usleep(200000); /* meanwhile the client frees both */
+    if (ends_twice) {
+        server_again(s); /* what it knew of them is nothing to the next one */
+        server_hello(s);
+    } else {
+        server_answer(s);
+    }
+    CHECK(server_read(s));
+    while (s->request.verb == VERB_BUFFER_RELEASE) {
+        server_answer(s);
+        CHECK(server_read(s));
+    }
+    CHECK(s->request.verb == VERB_INFER && s->request.infer.output.buffer == 0);
+    server_error(s, ERR_NOT_FOUND, "there is no such buffer");
     while (server_read(s))
         server_answer(s);
 }
 
 static void test_freed_meanwhile(void **state)
 {
-    struct fused *f = start(script_slow_register, LIMIT_MS);
+    (void)state;
+    for (unsigned k = 0; k < 2; k++) {
+        struct fused *f;
+        uint8_t data[4] = {1, 2, 3, 4};
+        struct fused_infer call = small_call(data);
+        struct fused_buffer *b[2];
+        struct fused_result result;
+
+        ends_twice = k == 1;
+        f = start(script_slow_register, LIMIT_MS);
+        for (unsigned n = 0; n < 2; n++)
+            assert_int_equal(fused_buffer_create(f, 4096, &b[n]), 0);
+        call.output = fused_tensor_in(b[0], 0, FUSED_UINT8, 2, (int64_t[]){1, 4});
+        assert_int_equal(fused_submit(f, &call, NULL), 0);
+        assert_int_equal(fused_next(f, 100, &result), -EAGAIN);
+        fused_buffer_free(b[0]);
+        fused_buffer_free(b[1]);
+        assert_int_equal(fused_next(f, -1, &result), 0);
+        assert_int_equal(result.code, FUSED_NOT_FOUND);
+        assert_int_equal(fused_ping(f), 0);
+        stop(f, 1);
+        assert_int_equal(server.n_released, k == 0 ? 2 : 0);
+    }
+}
+
+/* ---- whose answer is waited for ---- */
+
+static void script_slow_hello(struct server *s)
+{
+    server_hello(s);
+    read_verb(s, VERB_INFER);
+    server_again(s);
+    usleep(100000);
+    server_hello(s);
+    read_verb(s, VERB_INFER);
+    read_verb(s, VERB_PING);
+    server_answer(s);
+    CHECK(!server_read(s));
+}
+
+/* What asks has its answer while the inference that was sent again runs on. */
+static void test_asks_meanwhile(void **state)
+{
+    struct fused *f = start(script_slow_hello, LIMIT_MS);
     uint8_t data[4] = {1, 2, 3, 4};
     struct fused_infer call = small_call(data);
-    struct fused_buffer *b;
     struct fused_result result;
 
     (void)state;
-    assert_int_equal(fused_buffer_create(f, 4096, &b), 0);
-    call.output = fused_tensor_in(b, 0, FUSED_UINT8, 2, (int64_t[]){1, 4});
     assert_int_equal(fused_submit(f, &call, NULL), 0);
-    assert_int_equal(fused_next(f, 100, &result), -EAGAIN);
-    fused_buffer_free(b);
-    assert_int_equal(fused_next(f, -1, &result), 0);
-    assert_int_equal(result.code, FUSED_BAD_BUFFER);
+    assert_int_equal(fused_next(f, 30, &result), -EAGAIN);
+    fused_set_timeout(f, 3000);
     assert_int_equal(fused_ping(f), 0);
+    assert_int_equal(fused_in_flight(f), 1);
     stop(f, 1);
+}
+
+/* Nothing is answered until the client has given its buffer back. */
+static void script_full(struct server *s)
+{
+    uint64_t ids[256];
+
+    server_hello(s);
+    read_verb(s, VERB_BUFFER_REGISTER);
+    server_answer(s);
+    for (unsigned k = 0; k < 256; k++) {
+        read_verb(s, VERB_INFER);
+        ids[k] = s->request.id;
+    }
+    CHECK(server_is_quiet(s, 100));
+    while (!atomic_load(&is_free))
+        usleep(1000);
+    for (unsigned k = 0; k < 256; k++) {
+        s->request.id = ids[k];
+        server_error(s, ERR_BUSY, "not now");
+    }
+    while (server_read(s))
+        server_answer(s);
+}
+
+static void test_free_waits_for_nothing(void **state)
+{
+    uint8_t data[4] = {1, 2, 3, 4};
+    struct fused_infer call = small_call(data);
+    struct fused_result result;
+    struct fused_buffer *b;
+    struct fused *f;
+
+    (void)state;
+    atomic_store(&is_free, false);
+    f = start(script_full, LIMIT_MS);
+    assert_int_equal(fused_buffer_create(f, 4096, &b), 0);
+    call.output = fused_tensor_at(data, FUSED_UINT8, 2, (int64_t[]){1, 4});
+    for (unsigned k = 0; k < 256; k++)
+        assert_int_equal(fused_submit(f, &call, NULL), 0);
+    fused_set_timeout(f, 3000);
+    fused_buffer_free(b);
+    atomic_store(&is_free, true);
+    for (unsigned k = 0; k < 256; k++) {
+        assert_int_equal(fused_next(f, -1, &result), 0);
+        assert_int_equal(result.code, FUSED_BUSY);
+    }
+    assert_int_equal(fused_ping(f), 0);
+    stop(f, 0);
     assert_int_equal(server.n_released, 1);
+}
+
+/* ---- deadlines ---- */
+
+/* Each is sent again with what is left of its deadline, never with more. */
+static void script_late(struct server *s)
+{
+    server_hello(s);
+    for (unsigned k = 0; k < N_LATE; k++)
+        read_verb(s, VERB_INFER);
+    atomic_store(&tick_ms, 50);
+    server_again(s);
+    server_hello(s);
+    while (server_read(s)) {
+        CHECK(s->request.infer.has_deadline && s->request.infer.deadline_us > 0);
+        CHECK(s->request.infer.deadline_us <= 3000000 + 1000);
+        server_infer(s);
+    }
+}
+
+static void test_deadline_stays(void **state)
+{
+    struct fused *f = start(script_late, -1);
+    uint8_t data[4] = {1, 2, 3, 4}, to[4];
+    struct fused_infer call = small_call(data);
+    struct fused_result result;
+
+    (void)state;
+    call.deadline_us = 3000000;
+    call.output = fused_tensor_at(to, FUSED_UINT8, 2, (int64_t[]){1, 4});
+    for (unsigned k = 0; k < N_LATE; k++)
+        assert_int_equal(fused_submit(f, &call, NULL), 0);
+    for (unsigned k = 0; k < N_LATE; k++) {
+        assert_int_equal(fused_next(f, -1, &result), 0);
+        if (result.code != FUSED_DEADLINE)
+            assert_int_equal(result.code, 0);
+    }
+    atomic_store(&tick_ms, 0);
+    stop(f, 1);
 }
 
 /* ---- event loops, fork ---- */
@@ -620,6 +790,9 @@ int main(void)
         cmocka_unit_test(test_nonsense),
         cmocka_unit_test(test_lost_buffers),
         cmocka_unit_test(test_freed_meanwhile),
+        cmocka_unit_test(test_asks_meanwhile),
+        cmocka_unit_test(test_free_waits_for_nothing),
+        cmocka_unit_test(test_deadline_stays),
         cmocka_unit_test(test_event_loop),
         cmocka_unit_test(test_fork),
     };
