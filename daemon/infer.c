@@ -119,12 +119,17 @@ static bool check_output_shape(struct check *check, const struct shape *row)
     return true;
 }
 
-/* A compact constant result: states, then as many samples as its room takes. */
-static bool check_output_constant(struct check *check)
+/* A compact constant result: states, then as many samples as its room takes. It cannot be cut, so
+ * it must be what one batch takes. */
+static bool check_output_constant(struct check *check, uint32_t max_rows)
 {
     const struct proto_tensor *output = &check->infer->output;
     uint64_t states = BACKEND_COMPACT_ROOM(check->rows), sample, most;
 
+    if (check->rows > max_rows)
+        return refuse(check, ERR_BAD_TENSOR,
+                      "input: more than %u rows (max_rows) for a compact constant result",
+                      max_rows);
     if (!check->infer->has_output) {
         if (states > PROTO_INLINE_MAX)
             return refuse(check, ERR_BAD_TENSOR,
@@ -151,7 +156,7 @@ static bool check_output_constant(struct check *check)
     return true;
 }
 
-static bool check_output(struct check *check)
+static bool check_output(struct check *check, const struct version *version)
 {
     const struct pipeline *pipeline = check->pipeline;
     const struct proto_infer *infer = check->infer;
@@ -165,7 +170,7 @@ static bool check_output(struct check *check)
     if (pipeline->outer_sum)
         return check_output_shape(check, &pipeline->stages[pipeline->n_stages - 1].in);
     if (pipeline->proof.constant)
-        return check_output_constant(check);
+        return check_output_constant(check, version->model.max_rows);
     return refuse(check, ERR_UNSUPPORTED, "this model's result has no compact form");
 }
 
@@ -187,7 +192,7 @@ static bool check_all(struct check *check, const struct conn *conn, const struct
         return refuse(check, ERR_DENIED, "priority %u is for administrators", PROTO_PRIORITY_MAX);
     if (infer->offset % 4 != 0)
         return refuse(check, ERR_BAD_MESSAGE, "offset: is not a multiple of 4");
-    return check_input(check, version) && check_output(check) &&
+    return check_input(check, version) && check_output(check, version) &&
            (infer->input.is_inline || check_place(check, "input", &infer->input, align)) &&
            (!infer->has_output || check_place(check, "output", &infer->output, align));
 }
@@ -248,7 +253,9 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
     job->seed = infer->seed;
     job->offset = infer->offset;
     request->item.rows = job->rows;
-    request->item.may_cut = conn->server->info.parts && !job->compact;
+    /* The states and samples of a compact constant follow each other: it stays whole. */
+    request->item.may_cut =
+        conn->server->info.parts && (!job->compact || check->pipeline->outer_sum);
     request->item.priority = infer->priority;
     return true;
 }

@@ -58,7 +58,7 @@ struct job {
     struct memory *x_memory, *y_memory; /* where x and y lie; NULL: plain host memory */
     uint32_t rows; /* at least 1; may exceed the plan's max_rows: a backend works in blocks */
     /* Only part_rows of them from first_row on; 0: all. x, y and rows stay the whole request's.
-     * Only where the backend says `parts`; not with compact. */
+     * Only where the backend says `parts`; of compact results only outer sums. */
     uint32_t first_row, part_rows;
     bool train, compact;
     uint64_t seed, offset;

@@ -433,7 +433,7 @@ static int check_job(const struct plan *plan, struct job *job)
         return -EINVAL;
     if (job->first_row > job->rows || job->part_rows > job->rows - job->first_row)
         return -EINVAL;
-    if (job->compact && job->part_rows > 0)
+    if (job->compact && !plan->compact_sums && job->part_rows > 0)
         return -EINVAL;
     if (__builtin_mul_overflow(elements * dtype_size(plan->dtype), job->rows, &size))
         return -EINVAL;

@@ -399,6 +399,58 @@ static void lets_others_in_between(void **state)
     daemon_stop(&daemon);
 }
 
+/* The one factor of an outer sum is cut like any result; what a constant leaves cannot be. */
+static void cuts_compact_sums(void **state)
+{
+    static float whole[ROWS];
+    struct proto_request request;
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+
+    (void)state;
+    for (int pass = 0; pass < 2; pass++) {
+        float *y;
+
+        start(&daemon, NULL, NULL,
+              pass == 0 ? "batching = { max_rows = 64; };\n" : "batching = { max_rows = 2; };\n");
+        client_start(&many[0], &daemon);
+        request = infer_large(0, client_buffer(&many[0], 1 << 20, &shm));
+        request.infer.result = RESULT_COMPACT;
+        request.infer.output.rank = 2;
+        memcpy(request.infer.output.shape, (int64_t[]){ROWS, 1}, 2 * sizeof(int64_t));
+        fill_large(0, &shm);
+        y = (float *)((uint8_t *)shm.data + OUT_AT);
+        client_call(&many[0], &request, -1, &reply, NULL);
+        assert_ok(&reply);
+        assert_int_equal(reply.infer.batch_rows, pass == 0 ? ROWS : 2);
+        if (pass == 0)
+            memcpy(whole, y, sizeof(whole));
+        else
+            assert_memory_equal(whole, y, sizeof(whole));
+        shm_deinit(&shm);
+
+        request = infer_large(1, client_buffer(&many[0], 1 << 20, &shm));
+        request.infer.train = false;
+        request.infer.result = RESULT_COMPACT;
+        request.infer.output = (struct proto_tensor){.dtype = PROTO_UINT8,
+                                                     .rank = 1,
+                                                     .shape = {1 << 18},
+                                                     .buffer = request.infer.input.buffer,
+                                                     .offset = OUT_AT};
+        client_call(&many[0], &request, -1, &reply, NULL);
+        if (pass == 0) {
+            assert_ok(&reply);
+        } else {
+            assert_error(&reply, ERR_BAD_TENSOR);
+            assert_non_null(memmem(reply.text.s, reply.text.n, "more than 2 rows", 16));
+        }
+        shm_deinit(&shm);
+        client_close(&many[0]);
+        daemon_stop(&daemon);
+    }
+}
+
 static uint64_t requests_held(struct client *client)
 {
     struct proto_request request = {.verb = VERB_STATUS};
@@ -504,6 +556,7 @@ int main(void)
         cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
         cmocka_unit_test(cuts_without_a_trace),
         cmocka_unit_test(lets_others_in_between),
+        cmocka_unit_test(cuts_compact_sums),
         cmocka_unit_test(ends_between_its_parts),
         cmocka_unit_test(fails_as_a_whole),
     };
