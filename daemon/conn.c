@@ -184,15 +184,24 @@ bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd)
     return true;
 }
 
-static void flush(struct conn *conn)
+void conn_flush(struct conn *conn)
 {
     struct conn_reply_entry *entry;
 
+    conn->is_held_up = false;
     while ((entry = TAILQ_FIRST(&conn->out))) {
         int r = wire_send(conn->fd, entry->bytes, entry->n, entry->fd);
 
-        if (r == -EAGAIN)
+        if (r == -EAGAIN) {
+            watch(conn);
             return;
+        }
+        if (r == -ETOOMANYREFS) {
+            /* The socket has room, so asking it would spin: the tick tries again. */
+            conn->is_held_up = true;
+            uv_poll_start(&conn->poll, UV_READABLE, on_event);
+            return;
+        }
         if (r < 0) {
             conn_close(conn);
             return;
@@ -221,19 +230,28 @@ void conn_refuse(struct conn *conn, const struct proto_request *message, enum pr
 
 /* ---- in ---- */
 
-static void refuse_bad(struct conn *conn, bool has_id, uint64_t id, const char *reason)
+/* What could not be decoded, at least not all of it, has an id only as far as it was read. */
+static void refuse_undecoded(struct conn *conn, bool has_id, uint64_t id, enum proto_error error,
+                             const char *text)
 {
     struct proto_reply reply = {
         .has_id = has_id,
         .id = id,
         .verb = VERB_COUNT,
-        .error = strcmp(reason, "unknown verb") == 0 ? ERR_UNSUPPORTED : ERR_BAD_MESSAGE,
-        .text = {reason, (uint32_t)strlen(reason)},
+        .error = error,
+        .text = {text, (uint32_t)strlen(text)},
     };
+
+    conn_reply(conn, &reply, -1);
+}
+
+static void refuse_bad(struct conn *conn, bool has_id, uint64_t id, const char *reason)
+{
+    bool is_unknown = strcmp(reason, "unknown verb") == 0;
 
     log_client(LOG_LEVEL_INFO, "client.bad_message", "uid %u, pid %d: %s", conn->peer.uid,
                (int)conn->peer.pid, reason);
-    conn_reply(conn, &reply, -1);
+    refuse_undecoded(conn, has_id, id, is_unknown ? ERR_UNSUPPORTED : ERR_BAD_MESSAGE, reason);
     if (++conn->n_bad >= PROTO_BAD_MESSAGES_MAX)
         conn_close(conn);
 }
@@ -287,9 +305,9 @@ static bool receive(struct conn *conn)
     if (r == -EBADMSG) {
         refuse_bad(conn, has_id, id, reason);
     } else if (r < 0) {
-        struct proto_request failed = {.id = id, .verb = VERB_COUNT};
-
-        conn_refuse(conn, &failed, ERR_NO_MEMORY, NULL);
+        refuse_undecoded(conn, has_id, id, ERR_NO_MEMORY, proto_error_text(ERR_NO_MEMORY));
+    } else if (fd == -EMFILE) {
+        conn_refuse(conn, &message, ERR_BUSY, "the daemon has no room for another descriptor");
     } else {
         dispatch(conn, &message, &fd);
     }
@@ -318,7 +336,7 @@ static void on_event(uv_poll_t *poll, int status, int events)
         return;
     }
     if (events & UV_WRITABLE)
-        flush(conn);
+        conn_flush(conn);
     if (!(events & UV_READABLE))
         return;
     do {

@@ -43,6 +43,7 @@ struct conn {
     TAILQ_HEAD(, conn_reply_entry) out;
     unsigned n_out, n_fds_unread;
     size_t out_bytes;
+    bool is_held_up; /* too many descriptors are on their way: the tick calls conn_flush() */
 };
 
 /*
@@ -61,6 +62,9 @@ void conn_close(struct conn *conn);
  * too many fds are on their way; nothing was sent then.
  */
 bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd);
+
+/* Sends what waits, as far as the socket takes it. May close the connection. */
+void conn_flush(struct conn *conn);
 
 /* An error answer to a request that has no record. `text` NULL: the error's own. */
 void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,

@@ -247,6 +247,18 @@ static void close_silent(struct server *server, uint64_t now_us)
     }
 }
 
+/* Replies whose descriptors the kernel did not take at the time. */
+static void flush_held_up(struct server *server)
+{
+    struct conn *conn, *next;
+
+    for (conn = TAILQ_FIRST(&server->conns); conn; conn = next) {
+        next = TAILQ_NEXT(conn, link);
+        if (conn->is_held_up)
+            conn_flush(conn);
+    }
+}
+
 /* Asks for more time on progress only, so that a start or reload that hangs still ends. */
 static void say_progress(struct server *server)
 {
@@ -280,6 +292,7 @@ static void on_tick(uv_timer_t *tick)
         start_accepting(server);
     }
     close_silent(server, now_us);
+    flush_held_up(server);
     check_drain(server);
 }
 
@@ -648,6 +661,8 @@ int server_run(const struct server_options *options)
     uids_init(&server->uids);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN); /* until models load: they are read after it anyway */
+    if (!server->codec)
+        log_error("server.start", "%s", strerrordesc_np(ENOMEM));
     code = server->codec ? prepare(server) : EXIT_CONFIGURATION;
     if (code != EXIT_OK)
         goto end;

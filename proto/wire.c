@@ -2,8 +2,9 @@
  * wire.c - one datagram with its file descriptors over a SOCK_SEQPACKET socket
  *
  * The socket keeps messages apart and ties descriptors to theirs. Room for one descriptor more than
- * a message may carry is offered, so that one too many is seen and not cut off; those that do not
- * fit the kernel drops, and says so by MSG_CTRUNC. Whatever is wrong with a datagram, each
+ * a message may carry is offered, so that one too many is seen and not cut off. Fewer, and the
+ * kernel's word MSG_CTRUNC, mean that this process has no room for another descriptor: not the
+ * sender's fault, and its message can still be answered. Whatever is wrong with a datagram, each
  * descriptor that came with it is closed here.
  */
 #include "wire.h"
@@ -80,6 +81,7 @@ int wire_recv(int socket, void *bytes, size_t size, int *ret_fd)
     struct msghdr message;
     _cleanup_close_ int fd = -1;
     bool was_reset = false;
+    unsigned n_fds;
     ssize_t n;
 
     for (;;) {
@@ -97,11 +99,15 @@ int wire_recv(int socket, void *bytes, size_t size, int *ret_fd)
             return -errno;
         was_reset = true;
     }
-    if (take_fds(&message, &fd) > PROTO_FDS_MAX || message.msg_flags & MSG_CTRUNC)
+    n_fds = take_fds(&message, &fd);
+    if (n_fds > PROTO_FDS_MAX)
         return -EPROTO;
     if (message.msg_flags & MSG_TRUNC)
         return -EMSGSIZE;
-    *ret_fd = n > 0 ? take_fd(&fd) : -1;
+    if (message.msg_flags & MSG_CTRUNC)
+        *ret_fd = -EMFILE;
+    else
+        *ret_fd = n > 0 ? take_fd(&fd) : -1;
     return (int)n;
 }
 

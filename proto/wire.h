@@ -22,9 +22,9 @@ int wire_send(int socket, const void *bytes, size_t n, int fd);
 /*
  * Receives one datagram. The number of bytes (0: the peer closed, or sent an empty datagram, which
  * counts as a close), -EAGAIN, -EMSGSIZE (longer than `size`: it is dropped whole), -EPROTO
- * (descriptors beyond PROTO_FDS_MAX, or truncated control data: the datagram is dropped and its
- * descriptors are closed), or another negative errno. *ret_fd is the received descriptor, now the
- * caller's, or -1.
+ * (descriptors beyond PROTO_FDS_MAX: the datagram is dropped and its descriptors are closed), or
+ * another negative errno. *ret_fd is the received descriptor, now the caller's; -1: none came;
+ * -EMFILE: one came, and this process had no room for it.
  */
 int wire_recv(int socket, void *bytes, size_t size, int *ret_fd);
 

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -134,6 +135,34 @@ static void test_many_fds(void **state)
     assert_int_equal(open_fds(), before);
 }
 
+/* No room for a descriptor on this side is not the sender's fault: its message still arrives. */
+static void test_no_room(void **state)
+{
+    struct rlimit old, low;
+    unsigned before = open_fds();
+    char byte;
+    int fd = 99, n;
+
+    (void)state;
+    assert_int_equal(wire_send(pair[0], "x", 1, 0), 0);
+    assert_int_equal(wire_send(pair[0], "y", 1, 0), 0);
+    fd = dup(0);
+    assert_true(fd >= 0);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &old), 0);
+    low = (struct rlimit){.rlim_cur = (rlim_t)fd, .rlim_max = old.rlim_max};
+    close(fd);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &low), 0);
+    n = wire_recv(pair[1], &byte, 1, &fd);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &old), 0);
+    assert_int_equal(n, 1);
+    assert_int_equal(byte, 'x');
+    assert_int_equal(fd, -EMFILE);
+    assert_int_equal(wire_recv(pair[1], &byte, 1, &fd), 1);
+    assert_true(fd >= 0);
+    close(fd);
+    assert_int_equal(open_fds(), before);
+}
+
 /* Descriptors that nobody received do not stay. */
 static void test_unread_fds(void **state)
 {
@@ -253,7 +282,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(test_bytes),      TEST(test_oversize), TEST(test_one_fd),     TEST(test_many_fds),
         TEST(test_unread_fds), TEST(test_empty),    TEST(test_full_queue), TEST(test_closed_peer),
-        TEST(test_reset_peer), TEST(test_connect),
+        TEST(test_reset_peer), TEST(test_connect),  TEST(test_no_room),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
