@@ -133,6 +133,7 @@ static void on_buffer_made(struct buffer *buffer, void *context)
     int r = buffer->result;
 
     server->n_client_works--;
+    server_progress(server);
     if (r == -ENOTRECOVERABLE)
         server_lost(server, buffer->report.text);
     if (!conn || r < 0) {
@@ -337,6 +338,7 @@ static void done_status(struct work *work)
     struct doc doc = begin(server);
 
     server->n_client_works--;
+    server->info = status->info;
     if (request->conn) {
         document_status(&doc, request->conn, &status->info);
         answer_request(request, &doc);
@@ -349,20 +351,29 @@ static void done_status(struct work *work)
 
 static void status(struct conn *conn, const struct proto_request *message)
 {
+    struct server *server = conn->server;
     struct request *request = later(conn, message);
     struct status_work *work;
 
     if (!request)
         return;
+    if (server->state == SERVER_DRAINING) {
+        /* Asked again and again, works would keep the drain from ending: what was last known. */
+        struct doc doc = begin(server);
+
+        document_status(&doc, conn, &server->info);
+        answer_request(request, &doc);
+        return;
+    }
     work = calloc(1, sizeof(*work));
     if (!work) {
         request_fail(request, ERR_NO_MEMORY, NULL);
         return;
     }
-    work->server = conn->server;
+    work->server = server;
     work->request = request;
-    conn->server->n_client_works++;
-    work_queue(&conn->server->works, &work->work, run_status, done_status);
+    server->n_client_works++;
+    work_queue(&server->works, &work->work, run_status, done_status);
 }
 
 static void stats(struct conn *conn, const struct proto_request *message)
