@@ -13,6 +13,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "log.h"
+
 #define CUDA_OBJECT "fused-cuda.so"
 
 static int open_backend(const struct backend_ops *ops, const struct config *config,
@@ -31,6 +33,28 @@ static int open_backend(const struct backend_ops *ops, const struct config *conf
     return 0;
 }
 
+/* The linker's reason names files. Their folders are for the log alone: status shows the rest to
+ * everybody. */
+static int no_object(const char *path, struct report *report)
+{
+    const char *error = dlerror(), *slash = strrchr(path, '/');
+    size_t n_dir = slash ? (size_t)(slash + 1 - path) : 0, n = 0;
+    char text[sizeof(report->text)];
+
+    log_warning("device.object", "%s", error);
+    if (strncmp(error, path, n_dir) == 0)
+        error += n_dir;
+    for (; *error && n < sizeof(text) - 1; error++) {
+        if (*error == '/')
+            while (n > 0 && text[n - 1] != ' ')
+                n--;
+        else
+            text[n++] = *error;
+    }
+    text[n] = '\0';
+    return report_set(report, -ENODEV, "%s", text);
+}
+
 static int open_object(const char *path, const struct config *config, const char *script,
                        struct device *ret, struct report *report)
 {
@@ -39,7 +63,7 @@ static int open_object(const char *path, const struct config *config, const char
     int r;
 
     if (!object)
-        return report_set(report, -ENODEV, "%s", dlerror());
+        return no_object(path, report);
     *(void **)&symbol = dlsym(object, BACKEND_SYMBOL);
     if (!symbol)
         r = report_set(report, -ENODEV, "the shared object is no backend of fused");
