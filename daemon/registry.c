@@ -283,19 +283,31 @@ static struct version *find_unchanged(struct registry *registry, int models_fd, 
     return NULL;
 }
 
+/* `name`: the model that was asked for, or NULL. */
+static int check_name(struct registry_job *job, const struct version *version, const char *file,
+                      const char *name)
+{
+    if (!name || strcmp(version->model.name, name) == 0)
+        return 0;
+    return report_set(&job->report, -EINVAL, "%s: name: is \"%s\", but \"%s\" was asked for", file,
+                      version->model.name, name);
+}
+
 static int change_file(struct registry_job *job, int models_fd, const char *file, const char *name)
 {
     struct version *version = find_unchanged(job->registry, models_fd, file);
     int r;
 
-    if (version)
-        return change_add(job, version->model.name, ACTION_UNCHANGED, NULL, version->model.file);
+    if (version) {
+        r = check_name(job, version, file, name);
+        return r < 0 ? r
+                     : change_add(job, version->model.name, ACTION_UNCHANGED, NULL,
+                                  version->model.file);
+    }
     r = load(job->registry, models_fd, file, &version, &job->report);
     if (r < 0)
         return r;
-    if (name && strcmp(version->model.name, name) != 0)
-        r = report_set(&job->report, -EINVAL, "%s: name: is \"%s\", but \"%s\" was asked for", file,
-                       version->model.name, name);
+    r = check_name(job, version, file, name);
     if (r == 0)
         r = change_add(job, version->model.name, ACTION_LOADED, version, version->model.file);
     if (r < 0) {
