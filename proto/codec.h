@@ -2,9 +2,8 @@
  * codec.h - messages to and from msgpack
  *
  * codec.c, which decodes and packs, is the only file that includes msgpack-c; encode.c lays
- * messages out. Nothing is unpacked before codec_check() has
- * walked the raw bytes: depth, counts against the bytes that remain, the number of elements, no
- * trailing bytes.
+ * messages out. Nothing is unpacked before codec_check() has walked the raw bytes: depth, counts
+ * against the bytes that remain, the number of elements, no trailing bytes.
  */
 #pragma once
 
