@@ -78,6 +78,14 @@ static void test_names(void **state)
     fused_close(NULL);
     fused_buffer_free(NULL);
     assert_int_equal(fused_ping(NULL), -EINVAL);
+    assert_int_equal(fused_fd(NULL), -EINVAL);
+    fused_set_timeout(NULL, 1);
+    fused_set_reconnect(NULL, 1);
+    assert_int_equal(fused_reconnects(NULL), 0);
+    assert_int_equal(fused_in_flight(NULL), 0);
+    assert_null(fused_buffer_data(NULL));
+    assert_int_equal(fused_buffer_size(NULL), 0);
+    assert_true(fused_buffer_device(NULL) == 0);
 }
 
 static void test_connect_errors(void **state)
@@ -547,6 +555,11 @@ static void test_any_order(void **state)
     call.output = fused_tensor_at(out, FUSED_FLOAT32, 2, (int64_t[]){1, 1});
     assert_int_equal(fused_next(f, 0, &result), -ENOENT);
     assert_int_equal(fused_wait(f, 12345, 0, &result), -ENOENT);
+    assert_int_equal(fused_next(f, 0, NULL), -EINVAL);
+    assert_int_equal(fused_wait(f, 12345, 0, NULL), -EINVAL);
+    assert_int_equal(fused_buffer_create(f, 4096, NULL), -EINVAL);
+    assert_int_equal(fused_buffer_register(f, -1, 4096, NULL), -EINVAL);
+    assert_int_equal(fused_buffer_create_device(f, 4096, NULL), -EINVAL);
     for (uintptr_t k = 0; k < N_ORDER; k++) {
         call.user = (void *)k;
         assert_int_equal(fused_submit(f, &call, &ids[k]), 0);
