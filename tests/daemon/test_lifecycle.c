@@ -551,6 +551,40 @@ static void drains(void **state)
     daemon_remove(&d);
 }
 
+/* Who asks for the status without a pause does not keep it from ending. */
+static void drains_while_it_is_watched(void **state)
+{
+    struct proto_request request = {.verb = VERB_STATUS};
+    struct proto_reply reply;
+    struct daemon d;
+    double begin;
+
+    (void)state;
+    one_model(&d);
+    daemon_spawn(&d, NULL);
+    daemon_wait_ready(&d);
+    client_start(&c, &d);
+    for (int i = 0; i < 16; i++)
+        client_send(&c, &(struct proto_request){.verb = VERB_STATUS}, -1);
+    kill(d.pid, SIGTERM);
+    begin = now_s();
+    while (now_s() - begin < 4 && client_readable(&c, 4000)) {
+        uint8_t bytes[100];
+        int n;
+
+        if (!client_recv(&c, &reply, NULL))
+            break;
+        request.id = reply.id;
+        n = codec_encode_request(&request, bytes, sizeof(bytes));
+        assert_true(n > 0);
+        wire_send(c.fd, bytes, (size_t)n, -1); /* the daemon may be gone */
+    }
+    assert_true(now_s() - begin < 3);
+    assert_int_equal(daemon_join(&d, 5), 0);
+    client_close(&c);
+    daemon_remove(&d);
+}
+
 static void drains_on_request(void **state)
 {
     struct proto_request drain = {.verb = VERB_DRAIN};
@@ -750,6 +784,9 @@ static void ignores_sigpipe(void **state)
 static void lives_without_descriptors(void **state)
 {
     static struct client many[40];
+    struct proto_request request = {.verb = VERB_BUFFER_REGISTER,
+                                    .buffer_register.size_bytes = 4096};
+    struct proto_reply reply;
     struct daemon d;
     char path[200];
     FILE *file;
@@ -765,6 +802,13 @@ static void lives_without_descriptors(void **state)
     for (size_t i = 0; i < ARRAY_SIZE(many); i++)
         client_open(&many[i], &d);
     sleep_ms(300);
+    /* It has no room for a descriptor, which is not a bad message. */
+    client_hello(&many[0]);
+    for (unsigned i = 0; i <= PROTO_BAD_MESSAGES_MAX; i++) {
+        request.id = 0;
+        client_call(&many[0], &request, STDIN_FILENO, &reply, NULL);
+        assert_error(&reply, ERR_BUSY);
+    }
     for (size_t i = 0; i < ARRAY_SIZE(many); i++)
         client_close(&many[i]);
     assert_healthy(&d);
@@ -789,6 +833,7 @@ int main(void)
         cmocka_unit_test(says_that_there_is_no_device),
         cmocka_unit_test(starts_without_stdio),
         cmocka_unit_test(drains),
+        cmocka_unit_test(drains_while_it_is_watched),
         cmocka_unit_test(drains_on_request),
         cmocka_unit_test(ends_a_drain_in_time),
         cmocka_unit_test(ends_at_a_second_signal),

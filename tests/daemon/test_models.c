@@ -328,6 +328,30 @@ static void opens_nothing_outside(void **state)
     assert_healthy(&d);
 }
 
+/* A file that holds a model of another name is that model's, loaded from it before or not. */
+static void asks_for_a_model_by_its_name(void **state)
+{
+    struct proto_reply reply;
+    struct daemon one;
+
+    (void)state;
+    daemon_prepare(&one);
+    add_clamp(&one, "file", "inside", "1.0");
+    daemon_spawn(&one, NULL);
+    daemon_wait_ready(&one);
+    client_start(&c, &one);
+    call(&reply, VERB_MODEL_LOAD, "file");
+    assert_error(&reply, ERR_BAD_MODEL);
+    call(&reply, VERB_MODEL_LOAD, "inside");
+    assert_ok(&reply);
+    call(&reply, VERB_MODEL_UNLOAD, "inside");
+    assert_ok(&reply);
+    call(&reply, VERB_MODEL_LOAD, "file");
+    assert_error(&reply, ERR_BAD_MODEL);
+    client_close(&c);
+    daemon_stop(&one);
+}
+
 static void pages_its_list(void **state)
 {
     struct proto_request request = {.verb = VERB_MODEL_LIST};
@@ -498,12 +522,20 @@ static void reloads_often_under_traffic(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(describes_itself),      cmocka_unit_test(counts),
-        cmocka_unit_test(swaps_and_unloads),     cmocka_unit_test(reloads_the_folder),
-        cmocka_unit_test(reloads_on_sighup),     cmocka_unit_test(reloads_often_under_traffic),
-        cmocka_unit_test(misses_weights),        cmocka_unit_test(opens_nothing_outside),
-        cmocka_unit_test(pages_its_list),        cmocka_unit_test(swaps_under_load),
-        cmocka_unit_test(serves_while_it_loads), cmocka_unit_test(refuses_what_does_not_fit),
+        cmocka_unit_test(describes_itself),
+        cmocka_unit_test(counts),
+        cmocka_unit_test(swaps_and_unloads),
+        cmocka_unit_test(reloads_the_folder),
+        cmocka_unit_test(reloads_on_sighup),
+        cmocka_unit_test(reloads_often_under_traffic),
+        cmocka_unit_test(misses_weights),
+        cmocka_unit_test(opens_nothing_outside),
+        cmocka_unit_test(asks_for_a_model_by_its_name),
+
+        cmocka_unit_test(pages_its_list),
+        cmocka_unit_test(swaps_under_load),
+        cmocka_unit_test(serves_while_it_loads),
+        cmocka_unit_test(refuses_what_does_not_fit),
     };
 
     return cmocka_run_group_tests(tests, start, stop);
