@@ -14,6 +14,7 @@
  *   hang_from=N        batches from N on never end
  *   sticky_from=N      from batch N on the device is lost, seen when the batch ends
  *   load_ms=N          loading a model takes that long
+ *   info_ms=N          saying how the device is takes that long
  *   lost_load=N        from the N-th load on the device is lost; so for lost_pin and lost_memory
  *   oom_load_over=N    a model that keeps more than N bytes does not fit
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
@@ -39,7 +40,7 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over, lost_load, lost_pin, lost_memory;
+        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory;
 };
 
 struct slot {
@@ -92,6 +93,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"hang_from", &script->hang_from, NULL},
         {"sticky_from", &script->sticky_from, NULL},
         {"load_ms", &script->load_ms, NULL},
+        {"info_ms", &script->info_ms, NULL},
         {"oom_load_over", &script->oom_load_over, NULL},
         {"oom_pin_over", &script->oom_pin_over, NULL},
         {"pins", &script->pins, NULL},
@@ -157,6 +159,7 @@ static void fake_close(struct backend *backend)
 
 static void fake_info(struct backend *backend, struct backend_info *ret)
 {
+    sleep_ms(backend->script.info_ms);
     backend_cpu()->info(backend->cpu, ret);
     snprintf(ret->name, sizeof(ret->name), "fake");
     snprintf(ret->uuid, sizeof(ret->uuid), "GPU-46414b45-0000-0000-0000-000000000001");

@@ -561,7 +561,7 @@ static void drains_while_it_is_watched(void **state)
 
     (void)state;
     one_model(&d);
-    daemon_spawn(&d, NULL);
+    daemon_spawn(&d, "info_ms=20");
     daemon_wait_ready(&d);
     client_start(&c, &d);
     for (int i = 0; i < 16; i++)
