@@ -672,7 +672,7 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
 
 void link_release(struct fused *f, uint32_t handle)
 {
-    uint32_t index;
+    uint32_t index = LINK_NONE;
 
     if (f->broken || link_new_call(f, &(struct call){.fd = -1}, &index) < 0)
         return;
