@@ -5,7 +5,7 @@
 # (127: the loader's), or serves again and ends with 0 at SIGTERM; it never hangs and never dies of a signal.
 set -u
 B=$(realpath "${B:-build}")
-points=${INJECT_POINTS:-2}
+points=${INJECT_POINTS:-1}
 dir=$(mktemp -d /tmp/fused-inject.XXXXXX)
 trap 'rm -rf "$dir"' EXIT
 mkdir "$dir/models"
