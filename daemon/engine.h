@@ -26,6 +26,7 @@ struct engine_batch {
     unsigned slot;
     bool busy;
     int result;          /* 0, or why the whole batch failed */
+    struct report why;   /* the same in words, where the backend has them */
     uint64_t started_us; /* 0: not yet; the loop looks at it while it runs */
     uint64_t ended_us;
 };

@@ -148,7 +148,9 @@ static void launch(struct scheduler *scheduler, struct version *version, struct 
     unsigned n = batch_form(&version->queue, items, ENGINE_JOBS_MAX, now_us, &batch->reason);
 
     batch->version = version_ref(version);
-    batch->batch = (struct batch){.plan = version->plan, .jobs = batch->jobs, .n_jobs = n};
+    batch->why.text[0] = '\0';
+    batch->batch = (struct batch){
+        .plan = version->plan, .jobs = batch->jobs, .n_jobs = n, .report = &batch->why};
     for (unsigned i = 0; i < n; i++) {
         struct request *request = request_of_item(items[i]);
         uint32_t rows = request->item.taken_rows;
@@ -284,7 +286,10 @@ static void on_done(void *context)
         for (unsigned i = 0; i < n; i++)
             answer(scheduler, ended[i]);
         if (lost) {
-            scheduler->lost(scheduler->context, "the backend reports that the device is lost");
+            const char *why = batch->why.text;
+
+            scheduler->lost(scheduler->context,
+                            why[0] ? why : "the backend reports that the device is lost");
             return;
         }
     }

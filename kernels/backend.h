@@ -75,6 +75,7 @@ struct batch {
     struct job *jobs;
     unsigned n_jobs;
     uint64_t rows; /* sum of the jobs', of parts only theirs */
+    struct report *report; /* where a start or poll that is negative may say why; NULL: nowhere */
 };
 
 struct backend_ops {

@@ -28,6 +28,7 @@ struct backend {
     struct gemm_library *library;
     struct nvml *nvml;
     struct slot *slots[SLOTS];
+    struct report *reports[SLOTS]; /* of the batch in each */
     struct faulty faulty;
 };
 
@@ -143,6 +144,7 @@ static void cuda_info(struct backend *backend, struct backend_info *ret)
         .name = "cuda",
         .slots = SLOTS,
         .device_memory = true,
+        .parts = true,
         .memory_total_bytes =
             reading.total_bytes ? reading.total_bytes : backend->properties.totalGlobalMem,
         .memory_free_bytes = reading.free_bytes,
@@ -202,21 +204,19 @@ static void cuda_unload(struct backend *backend, struct plan *plan)
 
 static int cuda_start(struct backend *backend, unsigned slot, struct batch *batch)
 {
-    struct report report;
-    int r = CUDA(&report, cudaSetDevice(backend->device));
+    int r = CUDA(batch->report, cudaSetDevice(backend->device));
 
+    backend->reports[slot] = batch->report;
     if (r == 0)
-        r = faulty_start(&backend->faulty, &report);
+        r = faulty_start(&backend->faulty, batch->report);
     if (r == 0)
-        r = slot_start(backend->slots[slot], batch->plan, batch, &report);
+        r = slot_start(backend->slots[slot], batch->plan, batch, batch->report);
     return r;
 }
 
 static int cuda_poll(struct backend *backend, unsigned slot)
 {
-    struct report report;
-
-    return slot_poll(backend->slots[slot], &report);
+    return slot_poll(backend->slots[slot], backend->reports[slot]);
 }
 
 static int cuda_pin(struct backend *backend, void *data, size_t size, struct memory **ret,

@@ -2,10 +2,14 @@
  * block.c - from jobs to a block: parts, segments, tables, and where bytes go
  *
  * x: large parts come by the copy engine, small ones by one kernel for all of them, rows in
- * pageable memory through the slot's staging (or, when that is full, by a pageable copy, which
- * blocks). A single job's rows in device memory are read where they lie. y: kernels write device
- * memory and small results in pinned pages directly; large ones go through the arena and the copy
- * engine; small ones in pageable memory go through staging and are copied by the CPU at the end.
+ * pageable memory through the slot's staging. A single job's rows in device memory are read where
+ * they lie. y: kernels write device memory and small results in pinned pages directly; large ones
+ * go through the arena and the copy engine; those in pageable memory go through staging and are
+ * copied by the CPU at the end.
+ *
+ * A block ends where its staging is full, because a copy of pageable memory may block until the
+ * device gets to it. Only a row that is larger than all of the staging is copied so; the daemon has
+ * none (what is in no buffer is inline, at most 32 KiB).
  *
  * Tables (pieces, segments, tiles, counters) are packed in pinned memory and uploaded in one copy
  * before the kernels that read them.
@@ -17,17 +21,25 @@
 #include "kernels/cuda/memory.h"
 #include "kernels/dropout.h"
 
-#define PIECE_MAX  ((uint64_t)64 << 10)  /* of x: up to here a kernel copies */
-#define DIRECT_MAX ((uint64_t)256 << 10) /* of y: up to here kernels write the client's pages */
-#define VECTOR     16
+#define VECTOR    16
+#define PIECE_MAX ((uint64_t)64 << 10) /* of x: up to here a kernel copies */
+/* Of y: up to here kernels write the client's pages. Other values are for measuring: BENCH.md. */
+#ifndef DIRECT_MAX
+#define DIRECT_MAX ((uint64_t)256 << 10)
+#endif
 
 /* Tables */
+
+static uint64_t rounded(uint64_t size)
+{
+    return (size + VECTOR - 1) / VECTOR * VECTOR;
+}
 
 static void *reserve(struct slot *slot, uint64_t size)
 {
     void *at = slot->host + slot->tables.used;
 
-    slot->tables.used += (size + 15) / 16 * 16;
+    slot->tables.used += rounded(size);
     return at;
 }
 
@@ -116,7 +128,7 @@ char *block_place(struct slot *slot, struct part *part, char *to, uint64_t size,
     part->copy.way = WAY_ENGINE;
     if (!memory && size <= BLOCK_STAGING - slot->out_used) {
         arena = slot->out + slot->out_used;
-        slot->out_used += (size + VECTOR - 1) / VECTOR * VECTOR;
+        slot->out_used += rounded(size);
         part->copy.way = WAY_CPU;
     }
     part->copy.from = arena;
@@ -226,7 +238,7 @@ static int upload_part(struct slot *slot, const struct part *part, char *to, uin
     if (!job->x_memory && size <= BLOCK_STAGING - slot->in_used) {
         memcpy(slot->in + slot->in_used, from, size);
         from = slot->in + slot->in_used;
-        slot->in_used += (size + VECTOR - 1) / VECTOR * VECTOR;
+        slot->in_used += rounded(size);
         if (size > PIECE_MAX)
             return CUDA(report,
                         cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, slot->stream));
@@ -273,25 +285,66 @@ static bool in_compact_list(const struct slot *slot, const struct job *job)
     return job->compact && (slot->plan->compact || slot->plan->fill);
 }
 
+/* What is left of the staging, while parts are chosen. */
+struct room {
+    int64_t rows;
+    uint64_t in, out;
+};
+
+static uint64_t least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Of n rows of the job those that there is room for, which they take. 0: the block ends before
+ * them. */
+static int64_t take_room(const struct slot *slot, const struct job *job, int64_t n,
+                         struct room *room)
+{
+    const struct plan *plan = slot->plan;
+    uint64_t esize = dtype_size(plan->dtype), in = (uint64_t)plan->in_elements * esize;
+    uint64_t out =
+        (uint64_t)(job->compact && plan->compact ? plan->compact_elements : plan->out_elements) *
+        esize;
+    uint64_t fit = least((uint64_t)n, (uint64_t)room->rows);
+
+    if (job->compact && plan->fill)
+        out = rounded(out); /* each full row is a piece of its own */
+    if (!job->x_memory && in <= BLOCK_STAGING)
+        fit = least(fit, room->in / in);
+    if (!job->y_memory && out <= BLOCK_STAGING)
+        fit = least(fit, room->out / out);
+    if (!job->x_memory)
+        room->in -= least(rounded(fit * in), room->in);
+    if (!job->y_memory)
+        room->out -= least(rounded(fit * out), room->out);
+    room->rows -= (int64_t)fit;
+    return (int64_t)fit;
+}
+
 /* The next rows of the batch as parts. False when none are left. */
 static bool next_parts(struct slot *slot)
 {
+    struct room room = {slot->plan->rows_max, BLOCK_STAGING, BLOCK_STAGING};
     struct batch *batch = slot->batch;
-    int64_t room = slot->plan->rows_max, row = 0;
+    int64_t row = 0;
 
     slot->n_parts = 0;
     slot->out_used = 0;
-    while (room > 0 && slot->n_parts < SEGMENTS_MAX && slot->job < batch->n_jobs) {
+    while (room.rows > 0 && slot->n_parts < SEGMENTS_MAX && slot->job < batch->n_jobs) {
         struct job *job = &batch->jobs[slot->job];
-        int64_t left = (int64_t)job->rows - slot->job_row, n = left < room ? left : room;
+        int64_t rows = job->part_rows ? job->part_rows : job->rows, n = 0;
 
-        if (job->result == 0 && n > 0) {
-            slot->parts[slot->n_parts++] = (struct part){job, slot->job_row, row, n, NULL, {0}};
+        if (job->result == 0) {
+            n = take_room(slot, job, rows - slot->job_row, &room);
+            if (n == 0)
+                break;
+            slot->parts[slot->n_parts++] =
+                (struct part){job, job->first_row + slot->job_row, row, n, NULL, {0}};
             slot->job_row += n;
             row += n;
-            room -= n;
         }
-        if (job->result != 0 || slot->job_row == (int64_t)job->rows) {
+        if (job->result != 0 || slot->job_row == rows) {
             slot->job++;
             slot->job_row = 0;
         }

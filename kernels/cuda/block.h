@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/plan.h"
 
-#define BLOCK_STAGING ((uint64_t)1 << 20) /* bytes each way: see block.c */
+#define BLOCK_STAGING ((uint64_t)2 << 20) /* bytes each way: see block.c */
 #define BLOCK_TABLES                                                  \
     (SEGMENTS_MAX * (sizeof(struct piece) + sizeof(struct segment)) + \
      TAILS_MAX * (SEGMENTS_MAX + 1) * sizeof(int32_t) +               \
@@ -58,8 +58,8 @@ struct slot {
     enum phase phase;
     bool warming; /* the guard stops every row */
     int64_t asked_ns;
-    unsigned job; /* where the next block begins */
-    int64_t job_row;
+    unsigned job;    /* where the next block begins */
+    int64_t job_row; /* of those that the job has in this batch */
     struct block block;
     int n_parts;
     struct part parts[2 * SEGMENTS_MAX]; /* one a segment, and one a full row of a compact result */

@@ -173,7 +173,7 @@ static int ask_stream(struct slot *slot, struct report *report)
     error = cudaStreamQuery(slot->stream);
     if (error == cudaErrorNotReady || error == cudaSuccess)
         return 0;
-    CUDA(report, error);
+    cuda_check(error, "cudaStreamQuery(slot->stream)", __FILE__, __LINE__, report);
     return -ENOTRECOVERABLE;
 }
 

@@ -121,7 +121,8 @@ static double run_busy(const struct device *device, struct plan *plan, const str
             }
             if (!running[s] && started < n) {
                 jobs[s] = inputs[started++ % INPUTS];
-                batches[s] = (struct batch){plan, &jobs[s], 1, jobs[s].rows};
+                batches[s] = (struct batch){
+                    .plan = plan, .jobs = &jobs[s], .n_jobs = 1, .rows = jobs[s].rows};
                 assert_int_equal(device->ops->start(device->backend, s, &batches[s]), 0);
                 running[s] = true;
             }

@@ -298,7 +298,7 @@ static void test_slots(void **state)
                                    .rows = rows,
                                    .x_memory = region.memory,
                                    .y_memory = region.memory};
-            batches[s] = (struct batch){plan, &jobs[s], 1, rows};
+            batches[s] = (struct batch){.plan = plan, .jobs = &jobs[s], .n_jobs = 1, .rows = rows};
             memset(jobs[s].y, 0xff, n * 4);
         }
         for (unsigned s = 0; s < info.slots; s++)
@@ -314,7 +314,7 @@ static void test_slots(void **state)
         same("slot 0", want, jobs[0].y, n);
         for (unsigned s = 1; s < info.slots; s++) { /* the same rows on another slot */
             struct job job = jobs[0];
-            struct batch batch = {plan, &job, 1, rows};
+            struct batch batch = {.plan = plan, .jobs = &job, .n_jobs = 1, .rows = rows};
 
             job.y = jobs[s].y;
             assert_int_equal(device->ops->start(device->backend, s, &batch), 0);
