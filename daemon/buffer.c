@@ -35,7 +35,7 @@ static void free_now(struct buffer *buffer)
 /* Host pages: afterwards they are mapped, and the descriptor is needed by a client only. */
 static int make_host(struct buffer *buffer)
 {
-    struct buffers *owner = buffer->owner;
+    const struct device *device = buffer->owner->device;
     bool is_foreign = buffer->fd >= 0;
     int r;
 
@@ -44,9 +44,10 @@ static int make_host(struct buffer *buffer)
     else
         r = shm_create(buffer->size, &buffer->shm);
     buffer->fd = close_fd(buffer->fd);
-    if (r == 0 && owner->ops->pin)
-        r = owner->ops->pin(owner->backend, buffer->shm.data, buffer->size, &buffer->memory,
-                            &buffer->report);
+    /* Pinned by one, for all of them. */
+    if (r == 0 && device->ops->pin)
+        r = device->ops->pin(device->backends[0], buffer->shm.data, buffer->size, &buffer->memory,
+                             &buffer->report);
     if (!is_foreign)
         buffer->fd = take_fd(&buffer->shm.fd);
     else
@@ -56,14 +57,14 @@ static int make_host(struct buffer *buffer)
 
 static int make_device(struct buffer *buffer)
 {
-    struct buffers *owner = buffer->owner;
+    const struct backend_ops *ops = buffer->owner->device->ops;
+    struct backend *backend = buffer->owner->device->backends[buffer->device];
     int r;
 
     if (buffer->fd < 0)
-        return owner->ops->memory_create(owner->backend, buffer->size, &buffer->memory, &buffer->fd,
-                                         &buffer->report);
-    r = owner->ops->memory_import(owner->backend, buffer->fd, buffer->size, &buffer->memory,
+        return ops->memory_create(backend, buffer->size, &buffer->memory, &buffer->fd,
                                   &buffer->report);
+    r = ops->memory_import(backend, buffer->fd, buffer->size, &buffer->memory, &buffer->report);
     buffer->fd = close_fd(buffer->fd);
     return r;
 }
@@ -82,8 +83,9 @@ static void done_make(struct work *work)
     buffer->made(buffer, buffer->context);
 }
 
-int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, uint64_t size,
-                int fd, void (*made)(struct buffer *buffer, void *context), void *context)
+int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, unsigned device,
+                uint64_t size, int fd, void (*made)(struct buffer *buffer, void *context),
+                void *context)
 {
     uint64_t charged_bytes = size;
     struct buffer *buffer;
@@ -111,6 +113,7 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->refs = 1;
     buffer->shm = SHM_INIT;
     buffer->kind = kind;
+    buffer->device = device;
     buffer->size = size;
     buffer->charged_bytes = charged_bytes;
     buffer->created = fd < 0 && kind == BUFFER_HOST;
@@ -139,13 +142,13 @@ struct buffer *buffer_ref(struct buffer *buffer)
 static void run_free(struct work *work)
 {
     struct buffer *buffer = (struct buffer *)work;
-    struct buffers *owner = buffer->owner;
+    const struct device *device = buffer->owner->device;
 
     close_fd(buffer->fd);
     if (buffer->memory && buffer->kind == BUFFER_CUDA)
-        owner->ops->memory_free(owner->backend, buffer->memory);
+        device->ops->memory_free(device->backends[buffer->device], buffer->memory);
     else if (buffer->memory)
-        owner->ops->unpin(owner->backend, buffer->memory);
+        device->ops->unpin(device->backends[0], buffer->memory);
     if (buffer->discard)
         shm_discard(&buffer->shm);
     shm_deinit(&buffer->shm);
@@ -173,7 +176,8 @@ void *buffer_at(const struct buffer *buffer, uint64_t offset)
 {
     if (buffer->kind == BUFFER_CUDA)
         /* NOLINTNEXTLINE(performance-no-int-to-ptr): it is the device's */
-        return (void *)(uintptr_t)(buffer->owner->ops->memory_address(buffer->memory) + offset);
+        return (void *)(uintptr_t)(buffer->owner->device->ops->memory_address(buffer->memory) +
+                                   offset);
     return (uint8_t *)buffer->shm.data + offset;
 }
 

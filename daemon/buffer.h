@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <sys/queue.h>
 
+#include "device.h"
 #include "kernels/backend.h"
 #include "proto/proto.h"
 #include "proto/shm.h"
@@ -28,6 +29,7 @@ struct buffer {
     unsigned refs;
     uint32_t handle; /* 0: not in a table */
     enum buffer_kind kind;
+    unsigned device; /* where device memory lies */
     size_t size;
     uint64_t charged_bytes; /* to the uid: device memory comes in whole granules */
     struct shm shm;         /* of a host buffer */
@@ -49,21 +51,21 @@ struct buffer {
 /* What all buffers of a server share. */
 struct buffers {
     struct works *works;
-    const struct backend_ops *ops;
-    struct backend *backend;
+    const struct device *device;
     bool device_memory; /* the backend has BUFFER_CUDA */
     bool keep;          /* the daemon ends: clients keep what they have, for the next one */
 };
 
 /*
  * Makes a buffer on a helper thread: fresh memory, or the client's (fd >= 0, consumed whatever
- * happens). Charged to the uid at once. `made` is called on the loop thread with the buffer, whose
- * `result` is 0 or negative; the callee then owns a reference, and `fd` until it closes it. 0,
- * -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device memory that the backend has not: nothing was
- * begun.
+ * happens). `device`: which one's memory, below their number. Charged to the uid at once. `made` is
+ * called on the loop thread with the buffer, whose `result` is 0 or negative; the callee then owns
+ * a reference, and `fd` until it closes it. 0, -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device
+ * memory that the backend has not: nothing was begun.
  */
-int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, uint64_t size,
-                int fd, void (*made)(struct buffer *buffer, void *context), void *context);
+int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, unsigned device,
+                uint64_t size, int fd, void (*made)(struct buffer *buffer, void *context),
+                void *context);
 
 /* The address of a byte as the backend takes it: of the host, or of the device. */
 void *buffer_at(const struct buffer *buffer, uint64_t offset);

@@ -22,6 +22,8 @@ void config_defaults(struct config *config)
         .socket = PROTO_SOCKET_DEFAULT,
         .socket_mode = 0660,
         .backend = "auto",
+        .devices = {0},
+        .n_devices = 1,
         .spin_us = 50,
         .models_dir = "/etc/fused/models.d",
         .weights_dir = "/var/lib/fused/weights",
@@ -107,6 +109,14 @@ static void get_mode(struct conf_group *root, mode_t *mode)
         *mode = value;
 }
 
+static void get_devices(struct conf_group *root, struct config *config)
+{
+    int n = conf_indices(root, "devices", MODEL_DEVICE_MAX, config->devices, BACKEND_DEVICES_MAX);
+
+    if (n > 0)
+        config->n_devices = (unsigned)n;
+}
+
 static void get_log_level(struct conf_group *root, enum log_level *level)
 {
     const char *s = conf_string(root, "log_level", NULL);
@@ -138,7 +148,7 @@ int config_parse(struct conf *conf, struct config *ret, struct report *report)
     if (strcmp(c.backend, "auto") != 0 && strcmp(c.backend, "cpu") != 0 &&
         strcmp(c.backend, "cuda") != 0)
         conf_error(root, "backend", "must be \"auto\", \"cpu\" or \"cuda\"");
-    c.device = (int)conf_int(root, "device", 0, 255, c.device);
+    get_devices(root, &c);
     n = c.cpu_threads;
     get_u32(root, "cpu_threads", 0, 1024, &n);
     c.cpu_threads = n;

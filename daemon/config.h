@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "kernels/backend.h"
 #include "kernels/conf.h"
 #include "kernels/report.h"
 #include "log.h"
@@ -21,8 +22,9 @@ struct config {
     char socket_group[64]; /* empty: the daemon's own group */
     char admin_group[64];  /* empty: none */
     char backend[CONFIG_PATH_MAX];
-    int device;
-    unsigned cpu_threads; /* 0: one per core that the daemon may use */
+    int64_t devices[BACKEND_DEVICES_MAX]; /* indices, in the order of the engines */
+    unsigned n_devices;                   /* at least 1 */
+    unsigned cpu_threads;                 /* 0: one per core that the daemon may use */
     unsigned spin_us;
     char models_dir[CONFIG_PATH_MAX], weights_dir[CONFIG_PATH_MAX];
 

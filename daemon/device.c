@@ -3,13 +3,14 @@
  *
  * The CPU backend is linked in. CUDA's is a shared object beside the program (a build tree) or in
  * ../lib/fused (an installation), so that one program runs on machines with and without it. "auto"
- * falls back to the CPU and keeps the reason, which status and log show. A path is for tests: its
- * backend gets $FUSED_FAKE_SCRIPT.
+ * falls back to the CPU and keeps the reason, which status and log show; so it does for devices
+ * that it leaves out. A path is for tests: its backend gets $FUSED_FAKE_SCRIPT.
  */
 #include "device.h"
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -17,20 +18,54 @@
 
 #define CUDA_OBJECT "fused-cuda.so"
 
-static int open_backend(const struct backend_ops *ops, const struct config *config,
-                        const char *script, struct device *ret, struct report *report)
+static void close_backends(struct device *device)
 {
-    struct backend_options options = {
-        .workers = config->cpu_threads, .device = config->device, .script = script};
-    int r;
+    while (device->n > 0)
+        device->ops->close(device->backends[--device->n]);
+}
+
+/* Threads of each engine; 0 leaves it to the backend. */
+static unsigned share_of_threads(const struct config *config)
+{
+    cpu_set_t set;
+    unsigned all = config->cpu_threads;
+
+    if (config->n_devices == 1)
+        return all;
+    if (all == 0 && sched_getaffinity(0, sizeof(set), &set) == 0)
+        all = (unsigned)CPU_COUNT(&set);
+    return all > config->n_devices ? all / config->n_devices : 1;
+}
+
+/* Opens each device. `leave_out`: as many as work, at least one; the last reason stays. */
+static int open_backends(const struct backend_ops *ops, const struct config *config,
+                         const char *script, bool leave_out, struct device *ret,
+                         struct report *report)
+{
+    struct backend_options options = {.workers = share_of_threads(config), .script = script};
+    int r = 0;
 
     if (!ops || ops->abi != BACKEND_ABI)
         return report_set(report, -ENODEV, "the backend was built for another version of fused");
-    r = ops->open(&options, &ret->backend, report);
-    if (r < 0)
-        return r;
     ret->ops = ops;
-    return 0;
+    for (unsigned i = 0; i < config->n_devices; i++) {
+        options.device = (int)config->devices[i];
+        r = ops->open(&options, &ret->backends[ret->n], report);
+        if (r == 0) {
+            ret->indices[ret->n++] = options.device;
+            continue;
+        }
+        if (config->n_devices > 1)
+            report_prefix(report, r, "device %d: ", options.device);
+        if (!leave_out)
+            break;
+        log_warning("device.left_out", "%s", report->text);
+    }
+    if (r < 0 && leave_out && ret->n > 0)
+        r = 0;
+    if (r < 0)
+        close_backends(ret);
+    return r;
 }
 
 /* The linker's reason names files. Their folders are for the log alone: status shows the rest to
@@ -56,7 +91,7 @@ static int no_object(const char *path, struct report *report)
 }
 
 static int open_object(const char *path, const struct config *config, const char *script,
-                       struct device *ret, struct report *report)
+                       bool leave_out, struct device *ret, struct report *report)
 {
     void *object = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     backend_symbol symbol;
@@ -68,7 +103,7 @@ static int open_object(const char *path, const struct config *config, const char
     if (!symbol)
         r = report_set(report, -ENODEV, "the shared object is no backend of fused");
     else
-        r = open_backend(symbol(), config, script, ret, report);
+        r = open_backends(symbol(), config, script, leave_out, ret, report);
     if (r < 0)
         dlclose(object);
     else
@@ -100,34 +135,46 @@ static int cuda_path(char *to, size_t size)
     return -ENOENT;
 }
 
-static int open_cuda(const struct config *config, struct device *ret, struct report *report)
+static int open_cuda(const struct config *config, bool leave_out, struct device *ret,
+                     struct report *report)
 {
     char path[600];
 
     if (cuda_path(path, sizeof(path)) < 0)
         return report_set(report, -ENODEV, "the CUDA backend (" CUDA_OBJECT ") is not installed");
-    return open_object(path, config, NULL, ret, report);
+    return open_object(path, config, NULL, leave_out, ret, report);
+}
+
+/* CUDA as far as it works, else the CPU: one engine in place of all. */
+static int open_any(const struct config *config, struct device *ret, struct report *report)
+{
+    struct report reason = {""};
+    struct config substitute;
+    int r = open_cuda(config, true, ret, &reason);
+
+    if (r < 0) {
+        substitute = *config;
+        substitute.n_devices = 1;
+        r = open_backends(backend_cpu(), &substitute, NULL, false, ret, report);
+    }
+    snprintf(ret->fallback, sizeof(ret->fallback), "%s", reason.text);
+    return r;
 }
 
 int device_open(const struct config *config, struct device *ret, struct report *report)
 {
     struct device device = {0};
-    struct report reason = {""};
     int r;
 
-    if (strcmp(config->backend, "cpu") == 0) {
-        r = open_backend(backend_cpu(), config, NULL, &device, report);
-    } else if (strcmp(config->backend, "cuda") == 0) {
-        r = open_cuda(config, &device, report);
-    } else if (strcmp(config->backend, "auto") == 0) {
-        r = open_cuda(config, &device, &reason);
-        if (r < 0) {
-            r = open_backend(backend_cpu(), config, NULL, &device, report);
-            snprintf(device.fallback, sizeof(device.fallback), "%s", reason.text);
-        }
-    } else {
-        r = open_object(config->backend, config, getenv("FUSED_FAKE_SCRIPT"), &device, report);
-    }
+    if (strcmp(config->backend, "cpu") == 0)
+        r = open_backends(backend_cpu(), config, NULL, false, &device, report);
+    else if (strcmp(config->backend, "cuda") == 0)
+        r = open_cuda(config, false, &device, report);
+    else if (strcmp(config->backend, "auto") == 0)
+        r = open_any(config, &device, report);
+    else
+        r = open_object(config->backend, config, getenv("FUSED_FAKE_SCRIPT"), false, &device,
+                        report);
     if (r == 0)
         *ret = device;
     return r;
@@ -135,8 +182,7 @@ int device_open(const struct config *config, struct device *ret, struct report *
 
 void device_close(struct device *device)
 {
-    if (device->backend)
-        device->ops->close(device->backend);
+    close_backends(device);
     if (device->object)
         dlclose(device->object);
     *device = (struct device){0};

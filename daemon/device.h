@@ -1,5 +1,5 @@
 /*
- * device.h - the backend that was chosen
+ * device.h - the backend that was chosen, opened once a device
  */
 #pragma once
 
@@ -8,14 +8,17 @@
 
 struct device {
     const struct backend_ops *ops;
-    struct backend *backend;
-    void *object;       /* dlopen's handle; NULL for the CPU */
-    char fallback[400]; /* why "auto" did not take CUDA; empty when it did, or was not asked to */
+    struct backend *backends[BACKEND_DEVICES_MAX];
+    int indices[BACKEND_DEVICES_MAX]; /* as the configuration names them */
+    unsigned n;                       /* at least 1 */
+    void *object;                     /* dlopen's handle; NULL for the CPU */
+    char fallback[400]; /* why "auto" did not take CUDA, or not all of it; else empty */
 };
 
 /*
- * Opens what config->backend names: "auto", "cpu", "cuda", or the path of a shared object. -ENODEV
- * when that backend is not usable here, with the reason.
+ * Opens what config->backend names, "auto", "cpu", "cuda", or the path of a shared object, on each
+ * of config->devices. -ENODEV when that is not usable here, with the reason. With "auto" devices of
+ * CUDA that do not work are left out, and with none that does, the CPU computes.
  */
 int device_open(const struct config *config, struct device *ret, struct report *report);
 void device_close(struct device *device);

@@ -53,12 +53,14 @@ void document_hello(struct doc *doc, const struct conn *conn)
     doc_map(doc, 6);
     put_uint(doc, "version", PROTO_VERSION_MAX);
     put_str(doc, "server", "fused " FUSED_VERSION);
-    put_str(doc, "backend", server->info.name);
+    put_str(doc, "backend", server->infos[0].name);
     doc_key(doc, "devices");
-    doc_list(doc, 1);
-    doc_map(doc, 2);
-    put_str(doc, "name", server->info.device);
-    put_str(doc, "uuid", server->info.uuid);
+    doc_list(doc, server->device.n);
+    for (unsigned i = 0; i < server->device.n; i++) {
+        doc_map(doc, 2);
+        put_str(doc, "name", server->infos[i].device);
+        put_str(doc, "uuid", server->infos[i].uuid);
+    }
     put_bool(doc, "admin", conn->peer.admin);
     doc_key(doc, "limits");
     doc_map(doc, 7);
@@ -97,20 +99,14 @@ static void put_uids(struct doc *doc, const struct uids *uids, const struct uid 
     }
 }
 
-void document_status(struct doc *doc, const struct conn *conn, const struct backend_info *info)
+static void put_device(struct doc *doc, const struct server *server, unsigned i)
 {
-    const struct server *server = conn->server;
+    const struct backend_info *info = &server->infos[i];
+    const struct place *place = &server->scheduler.places.engines[i];
+    const struct registry_bytes *bytes = &server->registry.device_bytes[i];
 
-    doc_map(doc, conn->peer.admin ? 13 : 12);
-    put_str(doc, "server", "fused " FUSED_VERSION);
-    put_str(doc, "state", server_state_name(server));
-    put_uint(doc, "uptime_s", (clock_us() - server->started_us) / 1000000);
-    put_str(doc, "backend", info->name);
-    put_str(doc, "fallback", server->device.fallback[0] ? server->device.fallback : NULL);
-    put_str(doc, "log_level", log_level_name(log_get_level()));
-    doc_key(doc, "devices");
-    doc_list(doc, 1);
-    doc_map(doc, 9);
+    doc_map(doc, 15);
+    put_int(doc, "index", server->device.indices[i]);
     put_str(doc, "name", info->device);
     put_str(doc, "uuid", info->uuid);
     put_uint(doc, "memory_total_bytes", info->memory_total_bytes);
@@ -120,6 +116,28 @@ void document_status(struct doc *doc, const struct conn *conn, const struct back
     put_int(doc, "clock_mhz", info->clock_mhz);
     put_str(doc, "driver", info->driver);
     put_str(doc, "runtime", info->runtime);
+    put_uint(doc, "in_flight", place->n_in_flight);
+    put_uint(doc, "batches", place->n_batches);
+    put_uint(doc, "rows", place->rows);
+    put_uint(doc, "resident_bytes", bytes->resident);
+    put_uint(doc, "arena_bytes", bytes->arena);
+}
+
+void document_status(struct doc *doc, const struct conn *conn)
+{
+    const struct server *server = conn->server;
+
+    doc_map(doc, conn->peer.admin ? 13 : 12);
+    put_str(doc, "server", "fused " FUSED_VERSION);
+    put_str(doc, "state", server_state_name(server));
+    put_uint(doc, "uptime_s", (clock_us() - server->started_us) / 1000000);
+    put_str(doc, "backend", server->infos[0].name);
+    put_str(doc, "fallback", server->device.fallback[0] ? server->device.fallback : NULL);
+    put_str(doc, "log_level", log_level_name(log_get_level()));
+    doc_key(doc, "devices");
+    doc_list(doc, server->device.n);
+    for (unsigned i = 0; i < server->device.n; i++)
+        put_device(doc, server, i);
     put_uint(doc, "models", server->registry.n);
     doc_key(doc, "totals");
     doc_map(doc, 7);
@@ -132,8 +150,8 @@ void document_status(struct doc *doc, const struct conn *conn, const struct back
     put_uint(doc, "uid", conn->peer.uid);
     put_charges(doc, conn->uid->used, true);
     put_bool(doc, "admin", conn->peer.admin);
-    put_uint(doc, "resident_bytes", server->registry.resident_bytes);
-    put_uint(doc, "arena_bytes", server->registry.arena_bytes);
+    put_uint(doc, "resident_bytes", server->registry.bytes.resident);
+    put_uint(doc, "arena_bytes", server->registry.bytes.arena);
     if (conn->peer.admin)
         put_uids(doc, &server->uids, conn->uid);
 }
@@ -210,13 +228,23 @@ static void put_stages(struct doc *doc, const struct pipeline *pipeline)
     }
 }
 
+static void put_places(struct doc *doc, const struct device *device, const struct version *version)
+{
+    doc_key(doc, "devices");
+    doc_list(doc, (uint32_t)__builtin_popcount(version->places));
+    for (unsigned i = 0; i < device->n; i++) {
+        if (version->plans[i])
+            doc_int(doc, device->indices[i]);
+    }
+}
+
 void document_describe(struct doc *doc, const struct server *server, const struct served *served)
 {
     const struct version *version = served->current;
     const struct pipeline *pipeline = version->pipeline;
     const struct proof *proof = &pipeline->proof;
 
-    doc_map(doc, pipeline->outer_sum ? 18 : 17);
+    doc_map(doc, pipeline->outer_sum ? 19 : 18);
     put_str(doc, "name", served->name);
     put_uint(doc, "version", version->number);
     put_str(doc, "dtype", dtype_name(version->model.dtype));
@@ -227,7 +255,8 @@ void document_describe(struct doc *doc, const struct server *server, const struc
     put_uint(doc, "max_rows", version->model.max_rows);
     put_uint(doc, "max_delay_us", version->model.max_delay_us);
     put_uint(doc, "queue_rows", version->model.queue_rows);
-    put_str(doc, "backend", server->info.name);
+    put_str(doc, "backend", server->infos[0].name);
+    put_places(doc, &server->device, version);
     put_lines(doc, "plan", version->info.text);
     put_uint(doc, "resident_bytes", version->info.resident_bytes);
     put_uint(doc, "arena_bytes", version->info.arena_bytes);

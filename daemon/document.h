@@ -15,7 +15,7 @@ struct server;
 
 void document_empty(struct doc *doc);
 void document_hello(struct doc *doc, const struct conn *conn);
-void document_status(struct doc *doc, const struct conn *conn, const struct backend_info *info);
+void document_status(struct doc *doc, const struct conn *conn);
 void document_list(struct doc *doc, const struct registry *registry, const char *after, size_t n);
 void document_describe(struct doc *doc, const struct server *server, const struct served *served);
 /* `name` NULL: the daemon. */

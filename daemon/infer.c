@@ -217,6 +217,22 @@ static bool take_range(struct check *check, struct conn *conn, const char *what,
     return true;
 }
 
+/* Device memory is read and written on its device alone. */
+static bool bind_to_device(struct check *check, const char *what, const struct buffer *buffer,
+                           struct request *request)
+{
+    if (buffer->kind != BUFFER_CUDA)
+        return true;
+    if (!request->version->plans[buffer->device])
+        return refuse(check, ERR_BAD_BUFFER, "%s: the model is not on the device of this buffer",
+                      what);
+    if (request->is_bound && request->device != buffer->device)
+        return refuse(check, ERR_BAD_BUFFER, "input and output lie on different devices");
+    request->is_bound = true;
+    request->device = buffer->device;
+    return true;
+}
+
 static bool fill(struct check *check, struct conn *conn, struct request *request)
 {
     const struct proto_infer *infer = check->infer;
@@ -227,7 +243,9 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
         memcpy(request->arena, infer->input.bytes, infer->input.n_bytes);
         job->x = request->arena;
     } else {
-        if (!take_range(check, conn, "input", &infer->input, check->in_bytes, false, &request->in))
+        if (!take_range(check, conn, "input", &infer->input, check->in_bytes, false,
+                        &request->in) ||
+            !bind_to_device(check, "input", request->in.buffer, request))
             return false;
         job->x = buffer_at(request->in.buffer, infer->input.offset);
         job->x_memory = request->in.buffer->memory;
@@ -239,7 +257,8 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
         job->y = request->arena + in_room;
     } else {
         if (!take_range(check, conn, "output", &infer->output, check->out_bytes, true,
-                        &request->out))
+                        &request->out) ||
+            !bind_to_device(check, "output", request->out.buffer, request))
             return false;
         request->output.buffer = infer->output.buffer;
         request->output.offset = infer->output.offset;
@@ -255,7 +274,7 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
     request->item.rows = job->rows;
     /* The states and samples of a compact constant follow each other: it stays whole. */
     request->item.may_cut =
-        conn->server->info.parts && (!job->compact || check->pipeline->outer_sum);
+        conn->server->infos[0].parts && (!job->compact || check->pipeline->outer_sum);
     request->item.priority = infer->priority;
     return true;
 }

@@ -32,10 +32,15 @@ static struct served *served_unref(struct served *served)
 /* On a helper thread, or where there is no loop. */
 static void version_destroy(struct version *version)
 {
-    if (version->plan)
-        version->registry->ops->unload(version->registry->backend, version->plan);
+    const struct device *device = version->registry->device;
+
+    for (unsigned i = 0; i < device->n; i++) {
+        if (version->plans[i])
+            device->ops->unload(device->backends[i], version->plans[i]);
+    }
     pipeline_free(version->pipeline);
-    batch_deinit(&version->queue);
+    for (unsigned i = 0; i < version->n_queues; i++)
+        batch_deinit(&version->queues[i].batch);
 }
 
 static void run_free(struct work *work)
@@ -64,8 +69,7 @@ struct version *version_unref(struct version *version)
     assert(version->refs > 0);
     if (--version->refs > 0)
         return NULL;
-    assert(version->queue.n == 0);
-    assert(!version->is_active);
+    assert(version->rows == 0);
     work_queue(version->registry->works, &version->work, run_free, done_free);
     return NULL;
 }
@@ -127,6 +131,68 @@ static int build(int models_fd, const char *weights_dir, const char *file, struc
     return r;
 }
 
+/* The devices that the model is for: those that its file names, or all. Where devices were left
+ * out, those that are there do for them. */
+static int place(const struct device *device, const struct model *model, uint32_t *ret,
+                 struct report *report)
+{
+    uint32_t places = 0;
+
+    for (int i = 0; i < model->n_devices; i++) {
+        unsigned k = 0;
+
+        while (k < device->n && device->indices[k] != model->devices[i])
+            k++;
+        if (k == device->n && device->fallback[0])
+            continue;
+        if (k == device->n)
+            return report_set(report, -EINVAL, "%s: devices: %d is none of the daemon's",
+                              model->file, (int)model->devices[i]);
+        places |= UINT32_C(1) << k;
+    }
+    *ret = places ? places : (UINT32_C(1) << device->n) - 1;
+    return 0;
+}
+
+static int load_plans(struct version *version, struct report *report)
+{
+    const struct device *device = version->registry->device;
+    const struct model *model = &version->model;
+    int r = place(device, model, &version->places, report);
+
+    for (unsigned i = 0; i < device->n && r == 0; i++) {
+        if (!(version->places >> i & 1))
+            continue;
+        r = device->ops->load(device->backends[i], version->pipeline, model->max_rows,
+                              &version->plans[i], report);
+        if (r < 0 && device->n > 1)
+            report_prefix(report, r, "device %d: ", device->indices[i]);
+        if (r < 0)
+            report_prefix(report, r, "%s: ", model->file);
+    }
+    return r;
+}
+
+static void init_queues(struct version *version)
+{
+    const struct device *device = version->registry->device;
+    const struct model *model = &version->model;
+    bool has_choice = version->places & (version->places - 1);
+
+    device->ops->plan_info(version->plans[__builtin_ctz(version->places)], &version->info);
+    version->n_queues = has_choice ? 1 + device->n : 1;
+    for (unsigned i = 0; i < version->n_queues; i++) {
+        struct place_queue *queue = &version->queues[i];
+
+        batch_init(&queue->batch, &version->registry->order, model->max_rows, model->max_delay_us,
+                   model->queue_rows);
+        queue->engines = i == 0 ? version->places : UINT32_C(1) << (i - 1) & version->places;
+        queue->row_bytes =
+            (uint64_t)shape_elements(&version->pipeline->in) * dtype_size(version->pipeline->dtype);
+        queue->owner = version;
+    }
+}
+
 static int load(struct registry *registry, int models_fd, const char *file, struct version **ret,
                 struct report *report)
 {
@@ -142,21 +208,15 @@ static int load(struct registry *registry, int models_fd, const char *file, stru
     version->registry = registry;
     version->refs = 1;
     r = build(models_fd, registry->weights_dir, file, version, report);
-    if (r == 0) {
-        r = registry->ops->load(registry->backend, version->pipeline, version->model.max_rows,
-                                &version->plan, report);
-        if (r < 0)
-            report_prefix(report, r, "%s: ", file);
-    }
+    if (r == 0)
+        r = load_plans(version, report);
     if (r < 0) {
         version_destroy(version);
         free(version);
         return r;
     }
     pipeline_drop_weights(version->pipeline);
-    registry->ops->plan_info(version->plan, &version->info);
-    batch_init(&version->queue, &registry->order, version->model.max_rows,
-               version->model.max_delay_us, version->model.queue_rows);
+    init_queues(version);
     version->load_us = clock_us() - begin_us;
     *ret = version;
     return 0;
@@ -440,10 +500,21 @@ struct served *registry_find(const struct registry *registry, const char *name, 
 
 static void count_bytes(struct registry *registry)
 {
-    registry->resident_bytes = registry->arena_bytes = 0;
-    for (unsigned i = 0; i < registry->n; i++) {
-        registry->resident_bytes += registry->served[i]->current->info.resident_bytes;
-        registry->arena_bytes += registry->served[i]->current->info.arena_bytes;
+    const struct device *device = registry->device;
+
+    registry->bytes = (struct registry_bytes){0};
+    for (unsigned k = 0; k < device->n; k++) {
+        struct registry_bytes *bytes = &registry->device_bytes[k];
+
+        *bytes = (struct registry_bytes){0};
+        for (unsigned i = 0; i < registry->n; i++) {
+            const struct version *version = registry->served[i]->current;
+
+            bytes->resident += version->plans[k] ? version->info.resident_bytes : 0;
+            bytes->arena += version->plans[k] ? version->info.arena_bytes : 0;
+        }
+        registry->bytes.resident += bytes->resident;
+        registry->bytes.arena += bytes->arena;
     }
 }
 
@@ -575,13 +646,12 @@ int registry_submit(struct registry *registry, enum registry_task task, const ch
     return 0;
 }
 
-void registry_init(struct registry *registry, struct works *works, const struct backend_ops *ops,
-                   struct backend *backend, const char *models_dir, const char *weights_dir)
+void registry_init(struct registry *registry, struct works *works, const struct device *device,
+                   const char *models_dir, const char *weights_dir)
 {
     *registry = (struct registry){
         .works = works,
-        .ops = ops,
-        .backend = backend,
+        .device = device,
         .models_dir = models_dir,
         .weights_dir = weights_dir,
     };

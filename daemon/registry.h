@@ -9,9 +9,11 @@
 #include <sys/stat.h>
 
 #include "batch.h"
+#include "device.h"
 #include "kernels/backend.h"
 #include "kernels/model.h"
 #include "kernels/pipeline.h"
+#include "place.h"
 #include "stats.h"
 #include "work.h"
 
@@ -35,14 +37,17 @@ struct version {
     struct model model;
     struct stamp conf_stamp, weights_stamp;
     struct pipeline *pipeline;
-    struct plan *plan;
-    struct plan_info info;
+    struct plan *plans[BACKEND_DEVICES_MAX]; /* by device; NULL: not placed there */
+    uint32_t places;                         /* a bit for each device that it is placed on */
+    struct plan_info info;                   /* of the first of them */
     uint64_t load_us;
 
-    struct batch_queue queue;
-    uint64_t run_us;             /* that its batches take, smoothed */
-    TAILQ_ENTRY(version) active; /* in the scheduler's list while something waits */
-    bool is_active;
+    /* The first takes what any of its devices may run, the others what is bound to one, because of
+     * a buffer there. */
+    struct place_queue queues[1 + BACKEND_DEVICES_MAX];
+    unsigned n_queues; /* one where there is no choice of devices */
+    uint64_t rows;     /* that wait in all of them */
+    uint64_t run_us;   /* that its batches take, smoothed */
 };
 
 /* A name that is served. */
@@ -55,16 +60,17 @@ struct served {
 
 struct registry {
     struct works *works;
-    const struct backend_ops *ops;
-    struct backend *backend;
+    const struct device *device;
     const char *models_dir, *weights_dir;
     struct batch_order order;                   /* of all queues */
     struct served *served[REGISTRY_MODELS_MAX]; /* ascending names */
     unsigned n;
     struct stats total; /* all models that are or were served */
     uint64_t last_number;
-    uint64_t resident_bytes, arena_bytes; /* of current versions */
-    TAILQ_HEAD(, registry_job) jobs;      /* the first is running if is_busy */
+    struct registry_bytes {
+        uint64_t resident, arena;
+    } bytes, device_bytes[BACKEND_DEVICES_MAX]; /* of current versions */
+    TAILQ_HEAD(, registry_job) jobs;            /* the first is running if is_busy */
     bool is_busy;
 };
 
@@ -102,8 +108,8 @@ struct registry_job {
     unsigned n_loaded; /* progress, for whoever watches from the loop: atomic */
 };
 
-void registry_init(struct registry *registry, struct works *works, const struct backend_ops *ops,
-                   struct backend *backend, const char *models_dir, const char *weights_dir);
+void registry_init(struct registry *registry, struct works *works, const struct device *device,
+                   const char *models_dir, const char *weights_dir);
 /* Unloads everything. No job is running. */
 void registry_deinit(struct registry *registry);
 

@@ -36,6 +36,8 @@ struct request {
     struct deadline deadline; /* at_us UINT64_MAX: none */
     struct version *version;  /* referenced */
     struct buffer_use in, out;
+    bool is_bound; /* to a device, whose memory it reads or writes: */
+    unsigned device;
     struct job job;
     struct proto_tensor output; /* as it is answered */
     unsigned n_parts;           /* of it, in batches */

@@ -1,16 +1,10 @@
 /*
  * scheduler.c - from receipt to the engine and back
  *
- * Work-conserving: whenever a slot is free and something may run, a batch is formed, once a turn of
- * the loop, so that everything that arrived in that turn is considered together. Among models the
- * one goes first whose first request would go first in one queue of all (batch.c). Requests wait
- * in queues of the loop until their batch is formed; from then on they run, and cannot be taken
- * back.
- *
- * With several slots a batch can be submitted while another runs, so that its upload overlaps. One
- * that is full or large is, at once; a small one would only queue behind the other, and is formed
- * when the device is about to be free, by when more may have come. When that is follows from how
- * long the model's batches took lately; a wrong guess costs an earlier or later submission.
+ * Work-conserving: whenever a slot of an engine is free and something may run there, a batch is
+ * formed (place.c says which), once a turn of the loop, so that everything that arrived in that
+ * turn is considered together. Requests wait in queues of the loop until their batch is formed;
+ * from then on they run, and cannot be taken back.
  *
  * One timerfd serves both the earliest deadline and the earliest batch that waits for more rows.
  */
@@ -25,9 +19,7 @@
 #include "conn.h"
 #include "proto/base.h"
 
-#define LARGE_BYTES  (1u << 20) /* of input: its upload is worth overlapping */
-#define LEAD_US      100        /* from deciding on a batch to its first kernel, and the upload */
-#define MARGIN_SHARE 4          /* of the time to a deadline, for a host that is late */
+#define MARGIN_SHARE 4 /* of the time to a deadline, for a host that is late */
 
 static struct request *request_of_item(struct batch_item *item)
 {
@@ -55,27 +47,25 @@ static void set_timer(struct scheduler *scheduler, uint64_t at_us)
         scheduler->timer_us = at_us;
 }
 
-static void activate(struct scheduler *scheduler, struct version *version)
+/* Where it waits: what is bound to a device has its own queue, if there is a choice of them. */
+static struct place_queue *queue_of(const struct request *request)
 {
-    if (version->is_active == (version->queue.n > 0))
-        return;
-    version->is_active = !version->is_active;
-    if (version->is_active)
-        TAILQ_INSERT_TAIL(&scheduler->active, version, active);
-    else
-        TAILQ_REMOVE(&scheduler->active, version, active);
+    struct version *version = request->version;
+
+    return &version->queues[version->n_queues > 1 && request->is_bound ? 1 + request->device : 0];
 }
 
 /* Takes a waiting request, or the rest of one, out of its queue. */
 static void unqueue(struct scheduler *scheduler, struct request *request)
 {
-    struct version *version = request->version;
+    struct place_queue *queue = queue_of(request);
 
-    batch_remove(&version->queue, &request->item);
+    batch_remove(&queue->batch, &request->item);
+    places_note(&scheduler->places, queue);
     deadlines_remove(&scheduler->deadlines, &request->deadline);
+    request->version->rows -= request->item.rows;
     scheduler->queued_rows -= request->item.rows;
     scheduler->n_queued--;
-    activate(scheduler, version);
 }
 
 static void end_queued(struct scheduler *scheduler, struct request *request, enum proto_error error)
@@ -103,54 +93,19 @@ static void expire(struct scheduler *scheduler, uint64_t now_us)
         end_queued(scheduler, request_of_deadline(first), ERR_DEADLINE);
 }
 
-static bool is_large(const struct version *version)
-{
-    const struct pipeline *pipeline = version->pipeline;
-    uint64_t row_bytes = (uint64_t)shape_elements(&pipeline->in) * dtype_size(pipeline->dtype);
-
-    return version->queue.rows > LARGE_BYTES / row_bytes;
-}
-
-/* From when on the version's next batch may be formed. */
-static uint64_t ready_us(const struct scheduler *scheduler, struct version *version)
-{
-    uint64_t at_us = batch_ready_us(&version->queue), free_us;
-
-    if (at_us == 0 || engine_in_flight(scheduler->engine) == 0 || is_large(version))
-        return at_us;
-    free_us = scheduler->free_us > LEAD_US ? scheduler->free_us - LEAD_US : 0;
-    return at_us > free_us ? at_us : free_us;
-}
-
-static struct version *choose(const struct scheduler *scheduler, uint64_t now_us,
-                              uint64_t *ret_next_us)
-{
-    struct version *version, *best = NULL;
-
-    TAILQ_FOREACH(version, &scheduler->active, active)
-    {
-        uint64_t at_us = ready_us(scheduler, version);
-
-        if (at_us > now_us) {
-            if (at_us < *ret_next_us)
-                *ret_next_us = at_us;
-        } else if (!best || batch_before(batch_head(&version->queue), batch_head(&best->queue))) {
-            best = version;
-        }
-    }
-    return best;
-}
-
-static void launch(struct scheduler *scheduler, struct version *version, struct engine_batch *batch,
+static void launch(struct scheduler *scheduler, struct place_queue *queue, unsigned engine,
                    uint64_t now_us)
 {
     static struct batch_item *items[ENGINE_JOBS_MAX];
-    unsigned n = batch_form(&version->queue, items, ENGINE_JOBS_MAX, now_us, &batch->reason);
+    struct engine_batch *batch = engine_take(scheduler->engines[engine]);
+    struct version *version = queue->owner;
+    unsigned n = batch_form(&queue->batch, items, ENGINE_JOBS_MAX, now_us, &batch->reason);
 
+    places_note(&scheduler->places, queue);
     batch->version = version_ref(version);
     batch->why.text[0] = '\0';
     batch->batch = (struct batch){
-        .plan = version->plan, .jobs = batch->jobs, .n_jobs = n, .report = &batch->why};
+        .plan = version->plans[engine], .jobs = batch->jobs, .n_jobs = n, .report = &batch->why};
     for (unsigned i = 0; i < n; i++) {
         struct request *request = request_of_item(items[i]);
         uint32_t rows = request->item.taken_rows;
@@ -162,28 +117,25 @@ static void launch(struct scheduler *scheduler, struct version *version, struct 
             batch->jobs[i].part_rows = rows;
         }
         batch->batch.rows += rows;
-        scheduler->queued_rows -= rows;
         if (!request->item.queued)
             scheduler->n_queued--;
         deadlines_remove(&scheduler->deadlines, &request->deadline);
         request->state = REQUEST_RUNNING;
         request->n_parts++;
     }
-    activate(scheduler, version);
+    version->rows -= batch->batch.rows;
+    scheduler->queued_rows -= batch->batch.rows;
     scheduler->n_running += n;
-    /* With nothing in flight it is free, whatever was guessed. */
-    if (engine_in_flight(scheduler->engine) == 0 || scheduler->free_us < now_us)
-        scheduler->free_us = now_us;
-    scheduler->free_us += version->run_us;
-    engine_submit(scheduler->engine, batch);
+    place_submit(&scheduler->places.engines[engine], now_us, version->run_us);
+    engine_submit(scheduler->engines[engine], batch);
 }
 
 static void run(struct scheduler *scheduler)
 {
     uint64_t now_us, next_us = UINT64_MAX;
-    struct engine_batch *batch;
-    struct version *version;
+    struct place_queue *queue;
     struct deadline *first;
+    unsigned engine;
 
     if (scheduler->n_queued == 0) {
         set_timer(scheduler, UINT64_MAX);
@@ -191,9 +143,8 @@ static void run(struct scheduler *scheduler)
     }
     now_us = clock_us();
     expire(scheduler, now_us);
-    while ((batch = engine_take(scheduler->engine)) &&
-           (version = choose(scheduler, now_us, &next_us)))
-        launch(scheduler, version, batch, now_us);
+    while ((queue = places_choose(&scheduler->places, now_us, &engine, &next_us)))
+        launch(scheduler, queue, engine, now_us);
     first = deadlines_first(&scheduler->deadlines);
     if (first && first->at_us < next_us)
         next_us = first->at_us;
@@ -221,23 +172,12 @@ static bool end_part(struct scheduler *scheduler, struct request *request,
     return --request->n_parts == 0 && !request->item.queued;
 }
 
-/* How long batches take, without the time that they waited for the one before. */
-static void learn(struct scheduler *scheduler, struct version *version,
-                  const struct engine_batch *batch)
-{
-    uint64_t from_us =
-        batch->started_us > scheduler->ended_us ? batch->started_us : scheduler->ended_us;
-    uint64_t run_us = batch->ended_us > from_us ? batch->ended_us - from_us : 0;
-
-    version->run_us = version->run_us ? (3 * version->run_us + run_us) / 4 : run_us;
-    if (batch->ended_us > scheduler->ended_us)
-        scheduler->ended_us = batch->ended_us;
-}
-
 /* Takes the results over and frees the slot. Returns the number of requests in `ended`. */
-static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
+static unsigned collect(struct scheduler *scheduler, unsigned engine, struct engine_batch *batch,
                         struct request **ended)
 {
+    uint64_t run_us = place_end(&scheduler->places.engines[engine], batch->batch.rows,
+                                batch->started_us, batch->ended_us);
     struct version *version = batch->version;
     unsigned n_jobs = batch->batch.n_jobs, n = 0;
     uint64_t rows = batch->batch.rows;
@@ -245,14 +185,14 @@ static unsigned collect(struct scheduler *scheduler, struct engine_batch *batch,
     if (batch->result == 0) {
         stats_batch(&version->served->stats, rows, batch->reason);
         stats_batch(&version->registry->total, rows, batch->reason);
-        learn(scheduler, version, batch);
+        version->run_us = version->run_us ? (3 * version->run_us + run_us) / 4 : run_us;
     }
     for (unsigned i = 0; i < n_jobs; i++) {
         if (end_part(scheduler, batch->owners[i], batch, &batch->jobs[i]))
             ended[n++] = batch->owners[i];
     }
     scheduler->n_running -= n_jobs;
-    engine_release(scheduler->engine, batch);
+    engine_release(scheduler->engines[engine], batch);
     version_unref(version);
     return n;
 }
@@ -270,16 +210,28 @@ static void answer(struct scheduler *scheduler, struct request *request)
     }
 }
 
+static struct engine_batch *next_done(struct scheduler *scheduler, unsigned *ret_engine)
+{
+    struct engine_batch *batch = NULL;
+
+    for (unsigned i = 0; i < scheduler->places.n && !batch; i++) {
+        batch = engine_done(scheduler->engines[i]);
+        *ret_engine = i;
+    }
+    return batch;
+}
+
 /* The device gets its next batch before the answers of the last one are sent. */
 static void on_done(void *context)
 {
     static struct request *ended[ENGINE_JOBS_MAX];
     struct scheduler *scheduler = context;
     struct engine_batch *batch;
+    unsigned engine;
 
-    while ((batch = engine_done(scheduler->engine))) {
+    while ((batch = next_done(scheduler, &engine))) {
         bool lost = batch->result == -ENOTRECOVERABLE;
-        unsigned n = collect(scheduler, batch, ended);
+        unsigned n = collect(scheduler, engine, batch, ended);
 
         if (!lost)
             run(scheduler);
@@ -316,8 +268,14 @@ static void on_turn(uv_check_t *turn)
     run(scheduler);
 }
 
-int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct backend_ops *ops,
-                   struct backend *backend, unsigned slots, unsigned spin_us,
+static void free_engines(struct scheduler *scheduler)
+{
+    for (unsigned i = 0; i < scheduler->places.n; i++)
+        scheduler->engines[i] = engine_free(scheduler->engines[i]);
+}
+
+int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct device *device,
+                   const struct backend_info *infos, unsigned spin_us,
                    void (*progress)(void *context), void (*lost)(void *context, const char *why),
                    void *context)
 {
@@ -325,7 +283,7 @@ int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct ba
 
     *scheduler = (struct scheduler){
         .progress = progress, .lost = lost, .context = context, .timer_us = UINT64_MAX};
-    TAILQ_INIT(&scheduler->active);
+    places_init(&scheduler->places);
     scheduler->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     if (scheduler->timer_fd < 0)
         return -errno;
@@ -339,12 +297,18 @@ int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct ba
     uv_check_init(loop, &scheduler->turn);
     scheduler->turn.data = scheduler;
     uv_check_start(&scheduler->turn, on_turn);
-    r = engine_new(loop, ops, backend, slots, spin_us, on_done, scheduler, &scheduler->engine);
-    if (r < 0)
-        goto close_turn;
+    for (unsigned i = 0; i < device->n; i++) {
+        r = engine_new(loop, device->ops, device->backends[i], infos[i].slots, spin_us, on_done,
+                       scheduler, &scheduler->engines[i]);
+        if (r < 0)
+            goto close_engines;
+        scheduler->places.engines[i].n_slots = infos[i].slots;
+        scheduler->places.n++;
+    }
     return 0;
 
-close_turn:
+close_engines:
+    free_engines(scheduler);
     uv_close((uv_handle_t *)&scheduler->turn, NULL);
 close_handle:
     uv_close((uv_handle_t *)&scheduler->timer, NULL);
@@ -357,7 +321,7 @@ void scheduler_deinit(struct scheduler *scheduler)
 {
     assert(scheduler->n_queued == 0);
     assert(scheduler->n_running == 0);
-    scheduler->engine = engine_free(scheduler->engine);
+    free_engines(scheduler);
     uv_close((uv_handle_t *)&scheduler->turn, NULL);
     uv_close((uv_handle_t *)&scheduler->timer, NULL);
     scheduler->timer_fd = close_fd(scheduler->timer_fd);
@@ -377,27 +341,32 @@ static uint64_t latest_us(const struct request *request, uint64_t now_us)
 
 int scheduler_add(struct scheduler *scheduler, struct request *request)
 {
+    struct place_queue *queue = queue_of(request);
     struct version *version = request->version;
     uint64_t now_us = clock_us();
     int r;
 
+    if (version->rows + request->item.rows > version->model.queue_rows)
+        return -EBUSY;
+
     request->item.party = &request->uid->party;
     request->item.source = &request->conn->source;
     request->item.latest_us = latest_us(request, now_us);
-    r = batch_push(&version->queue, &request->item, now_us);
+    r = batch_push(&queue->batch, &request->item, now_us);
     if (r < 0)
         return r;
     if (request->deadline.at_us != UINT64_MAX) {
         r = deadlines_add(&scheduler->deadlines, &request->deadline);
         if (r < 0) {
-            batch_remove(&version->queue, &request->item);
+            batch_remove(&queue->batch, &request->item);
             return r;
         }
     }
     request->state = REQUEST_QUEUED;
+    version->rows += request->item.rows;
     scheduler->queued_rows += request->item.rows;
     scheduler->n_queued++;
-    activate(scheduler, version);
+    places_note(&scheduler->places, queue);
     return 0;
 }
 
@@ -414,14 +383,10 @@ void scheduler_abandon(struct scheduler *scheduler, struct request *request)
     scheduler_cancel(scheduler, request);
 }
 
-void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error)
+static void fail_running(struct scheduler *scheduler, struct engine *engine, enum proto_error error)
 {
-    struct version *version;
-
-    while ((version = TAILQ_FIRST(&scheduler->active)))
-        end_rest(scheduler, request_of_item(batch_head(&version->queue)), error);
     for (unsigned i = 0; i < BACKEND_SLOTS_MAX; i++) {
-        struct engine_batch *batch = engine_slot(scheduler->engine, i);
+        struct engine_batch *batch = engine_slot(engine, i);
 
         for (unsigned k = 0; batch && k < batch->batch.n_jobs; k++) {
             scheduler->n_running--;
@@ -432,7 +397,25 @@ void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error)
     }
 }
 
+void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error)
+{
+    struct place_queue *queue;
+
+    while ((queue = TAILQ_FIRST(&scheduler->places.active)))
+        end_rest(scheduler, request_of_item(batch_head(&queue->batch)), error);
+    for (unsigned i = 0; i < scheduler->places.n; i++)
+        fail_running(scheduler, scheduler->engines[i], error);
+}
+
 uint64_t scheduler_oldest_us(const struct scheduler *scheduler)
 {
-    return engine_oldest_us(scheduler->engine);
+    uint64_t oldest_us = UINT64_MAX;
+
+    for (unsigned i = 0; i < scheduler->places.n; i++) {
+        uint64_t at_us = engine_oldest_us(scheduler->engines[i]);
+
+        if (at_us < oldest_us)
+            oldest_us = at_us;
+    }
+    return oldest_us;
 }

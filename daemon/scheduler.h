@@ -1,5 +1,5 @@
 /*
- * scheduler.h - queued requests, deadlines, and what the engine runs next
+ * scheduler.h - queued requests, deadlines, and what the engines run next
  */
 #pragma once
 
@@ -10,19 +10,19 @@
 #include <uv.h>
 
 #include "deadline.h"
+#include "device.h"
 #include "engine.h"
+#include "place.h"
 #include "registry.h"
 #include "request.h"
 
 struct scheduler {
-    struct engine *engine;
-    TAILQ_HEAD(, version) active; /* versions with something in their queue */
+    struct engine *engines[BACKEND_DEVICES_MAX]; /* one a device */
+    struct places places;
     struct deadlines deadlines;
     uint64_t n_turns; /* of the loop */
     uint64_t queued_rows;
     unsigned n_queued, n_running;
-    uint64_t free_us;           /* when the device will have done all that was submitted: a guess */
-    uint64_t ended_us;          /* when the last batch ended */
     uint64_t answered, refused; /* requests that ended with a result, and with an error */
 
     int timer_fd; /* timerfd: microseconds, which libuv's timers do not have */
@@ -35,8 +35,9 @@ struct scheduler {
     void *context;
 };
 
-int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct backend_ops *ops,
-                   struct backend *backend, unsigned slots, unsigned spin_us,
+/* `infos`: of each device. */
+int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct device *device,
+                   const struct backend_info *infos, unsigned spin_us,
                    void (*progress)(void *context), void (*lost)(void *context, const char *why),
                    void *context);
 /* Nothing is queued or running. */

@@ -330,12 +330,19 @@ void server_changed(struct server *server, const struct registry_job *job)
 /* `failure`: why the last reload changed nothing, or NULL. */
 static void say_ready(struct server *server, const char *failure)
 {
-    char text[STATUS_MAX];
+    char text[STATUS_MAX], more[40] = "";
+    const struct device *device = &server->device;
 
-    snprintf(text, sizeof(text), "Serving %u model%s on %s (%s)%s%s%s%s", server->registry.n,
-             server->registry.n == 1 ? "" : "s", server->info.name, server->info.device,
-             server->device.fallback[0] ? ", without a GPU: " : "", server->device.fallback,
-             failure ? "; the last reload changed nothing: " : "", failure ? failure : "");
+    if (device->n > 1)
+        snprintf(more, sizeof(more), " and %u more", device->n - 1);
+    snprintf(text, sizeof(text), "Serving %u model%s on %s (%s%s)%s%s%s%s", server->registry.n,
+             server->registry.n == 1 ? "" : "s", server->infos[0].name, server->infos[0].device,
+             more,
+             device->fallback[0] == '\0'    ? ""
+             : device->ops == backend_cpu() ? ", without a GPU: "
+                                            : ", without a part of the GPUs: ",
+             device->fallback, failure ? "; the last reload changed nothing: " : "",
+             failure ? failure : "");
     if (!server->said_ready)
         log_info("server.ready", "%s", text);
     server->said_ready = true;
@@ -557,15 +564,13 @@ static int init_loop(struct server *server)
     }
     server->buffers = (struct buffers){
         .works = &server->works,
-        .ops = server->device.ops,
-        .backend = server->device.backend,
-        .device_memory = server->info.device_memory,
+        .device = &server->device,
+        .device_memory = server->infos[0].device_memory,
     };
-    registry_init(&server->registry, &server->works, server->device.ops, server->device.backend,
-                  server->config.models_dir, server->config.weights_dir);
-    return scheduler_init(&server->scheduler, &server->loop, server->device.ops,
-                          server->device.backend, server->info.slots, server->config.spin_us,
-                          on_progress, on_lost, server);
+    registry_init(&server->registry, &server->works, &server->device, server->config.models_dir,
+                  server->config.weights_dir);
+    return scheduler_init(&server->scheduler, &server->loop, &server->device, server->infos,
+                          server->config.spin_us, on_progress, on_lost, server);
 }
 
 /* What others may write decides what is computed here. */
@@ -613,6 +618,27 @@ static int fail(int code, const char *event, const struct report *report)
     return code;
 }
 
+static int ask_devices(struct server *server, struct report *report)
+{
+    const struct device *device = &server->device;
+
+    for (unsigned i = 0; i < device->n; i++) {
+        struct backend_info *info = &server->infos[i];
+
+        device->ops->info(device->backends[i], info);
+        if (info->slots < 1 || info->slots > BACKEND_SLOTS_MAX)
+            return report_set(report, -ENODEV, "the backend offers %u slots", info->slots);
+        log_info("device.open", "%s: device %d, %s", info->name, device->indices[i], info->device);
+        /* A result must not depend on where it was computed. */
+        if (strcmp(info->device, server->infos[0].device) != 0)
+            log_warning("device.mixed", "device %d is no %s: results may differ in their last bits",
+                        device->indices[i], server->infos[0].device);
+    }
+    if (device->fallback[0] && device->ops == backend_cpu())
+        log_warning("device.fallback", "computing on the CPU: %s", device->fallback);
+    return 0;
+}
+
 /* Everything that can be refused before the loop turns. */
 static int prepare(struct server *server)
 {
@@ -635,14 +661,9 @@ static int prepare(struct server *server)
     r = device_open(&server->config, &server->device, &report);
     if (r < 0)
         return fail(EXIT_NO_DEVICE, "device.failed", &report);
-    server->device.ops->info(server->device.backend, &server->info);
-    if (server->info.slots < 1 || server->info.slots > BACKEND_SLOTS_MAX) {
-        report_set(&report, 0, "the backend offers %u slots", server->info.slots);
+    r = ask_devices(server, &report);
+    if (r < 0)
         return fail(EXIT_NO_DEVICE, "device.failed", &report);
-    }
-    if (server->device.fallback[0])
-        log_warning("device.fallback", "computing on the CPU: %s", server->device.fallback);
-    log_info("device.open", "%s: %s", server->info.name, server->info.device);
     return EXIT_OK;
 }
 

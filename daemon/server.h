@@ -46,8 +46,8 @@ struct server {
     struct server_options options;
     struct config config;
     struct device device;
-    struct backend_info info; /* as it was at start */
-    gid_t admin_gid;          /* -1: none */
+    struct backend_info infos[BACKEND_DEVICES_MAX]; /* of each device, as it was last asked */
+    gid_t admin_gid;                                /* -1: none */
     struct listener listener;
     uint64_t started_us;
 

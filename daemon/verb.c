@@ -164,7 +164,7 @@ static void on_buffer_made(struct buffer *buffer, void *context)
 }
 
 static void make_buffer(struct conn *conn, const struct proto_request *message,
-                        enum buffer_kind kind, uint64_t size, int fd)
+                        enum buffer_kind kind, uint32_t device, uint64_t size, int fd)
 {
     struct request *request;
     int r;
@@ -174,12 +174,18 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
         conn_refuse(conn, message, ERR_BAD_BUFFER, "size: is not within 1 and 2^63 - 1");
         return;
     }
+    if (device >= conn->server->device.n) {
+        close_fd(fd);
+        conn_refuse(conn, message, ERR_BAD_BUFFER, "device: there is no such device");
+        return;
+    }
     request = later(conn, message);
     if (!request) {
         close_fd(fd);
         return;
     }
-    r = buffer_make(&conn->server->buffers, conn->uid, kind, size, fd, on_buffer_made, request);
+    r = buffer_make(&conn->server->buffers, conn->uid, kind, device, size, fd, on_buffer_made,
+                    request);
     if (r < 0)
         request_fail(request, request_error(message->verb, r),
                      r == -EOPNOTSUPP ? "this backend offers no device buffers" : NULL);
@@ -191,7 +197,8 @@ static void buffer_create(struct conn *conn, const struct proto_request *message
 {
     if (is_draining(conn, message))
         return;
-    make_buffer(conn, message, message->buffer_create.kind, message->buffer_create.size_bytes, -1);
+    make_buffer(conn, message, message->buffer_create.kind, message->buffer_create.device,
+                message->buffer_create.size_bytes, -1);
 }
 
 static void buffer_register(struct conn *conn, const struct proto_request *message, int *fd)
@@ -201,7 +208,7 @@ static void buffer_register(struct conn *conn, const struct proto_request *messa
     if (*fd < 0)
         conn_refuse(conn, message, ERR_BAD_BUFFER, "no descriptor came with the message");
     else
-        make_buffer(conn, message, message->buffer_register.kind,
+        make_buffer(conn, message, message->buffer_register.kind, message->buffer_register.device,
                     message->buffer_register.size_bytes, take_fd(fd));
 }
 
@@ -320,14 +327,17 @@ struct status_work {
     struct work work;
     struct server *server;
     struct request *request;
-    struct backend_info info;
+    struct backend_info infos[BACKEND_DEVICES_MAX];
 };
 
 static void run_status(struct work *work)
 {
     struct status_work *status = (struct status_work *)work;
 
-    status->server->device.ops->info(status->server->device.backend, &status->info);
+    const struct device *device = &status->server->device;
+
+    for (unsigned i = 0; i < device->n; i++)
+        device->ops->info(device->backends[i], &status->infos[i]);
 }
 
 static void done_status(struct work *work)
@@ -338,9 +348,9 @@ static void done_status(struct work *work)
     struct doc doc = begin(server);
 
     server->n_client_works--;
-    server->info = status->info;
+    memcpy(server->infos, status->infos, sizeof(server->infos));
     if (request->conn) {
-        document_status(&doc, request->conn, &status->info);
+        document_status(&doc, request->conn);
         answer_request(request, &doc);
     } else {
         request_free(request);
@@ -361,7 +371,7 @@ static void status(struct conn *conn, const struct proto_request *message)
         /* Asked again and again, works would keep the drain from ending: what was last known. */
         struct doc doc = begin(server);
 
-        document_status(&doc, conn, &server->info);
+        document_status(&doc, conn);
         answer_request(request, &doc);
         return;
     }

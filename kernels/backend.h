@@ -15,9 +15,10 @@
 #include "pipeline.h"
 #include "report.h"
 
-#define BACKEND_ABI       1
-#define BACKEND_SYMBOL    "fused_backend"
-#define BACKEND_SLOTS_MAX 8
+#define BACKEND_ABI         1
+#define BACKEND_SYMBOL      "fused_backend"
+#define BACKEND_SLOTS_MAX   8
+#define BACKEND_DEVICES_MAX MODEL_DEVICES_MAX /* that one daemon opens */
 
 struct backend; /* one opened device */
 struct plan;    /* a pipeline made ready on it */
@@ -74,7 +75,7 @@ struct batch {
     struct plan *plan;
     struct job *jobs;
     unsigned n_jobs;
-    uint64_t rows; /* sum of the jobs', of parts only theirs */
+    uint64_t rows;         /* sum of the jobs', of parts only theirs */
     struct report *report; /* where a start or poll that is negative may say why; NULL: nowhere */
 };
 
@@ -107,7 +108,8 @@ struct backend_ops {
      * Never blocks. */
     int (*poll)(struct backend *backend, unsigned slot);
 
-    /* Optional (NULL): pins host pages for DMA. */
+    /* Optional (NULL): pins host pages for DMA, by every device of this table: where several are
+     * open, their jobs all take the memory that one of them pinned. */
     int (*pin)(struct backend *backend, void *data, size_t size, struct memory **ret,
                struct report *report);
     void (*unpin)(struct backend *backend, struct memory *memory);

@@ -456,6 +456,21 @@ int conf_ints(struct conf_group *group, const char *key, int64_t min, int64_t ma
     return n;
 }
 
+int conf_indices(struct conf_group *group, const char *key, int64_t max, int64_t *to, int n_max)
+{
+    int n = conf_ints(group, key, 0, max, to, n_max);
+
+    if (n == 0)
+        conf_error(group, key, "names none");
+    for (int i = 0; i < n; i++) {
+        for (int k = 0; k < i; k++) {
+            if (to[k] == to[i])
+                conf_error(group, key, "names %lld twice", (long long)to[i]);
+        }
+    }
+    return n;
+}
+
 struct conf_group *conf_group(struct conf_group *group, const char *key)
 {
     config_setting_t *setting = ask(group, key);

@@ -44,6 +44,8 @@ bool conf_bool(struct conf_group *group, const char *key, bool otherwise);
  * one. */
 int conf_ints(struct conf_group *group, const char *key, int64_t min, int64_t max, int64_t *to,
               int n_max);
+/* The same, of different ones from 0 to max, at least one. */
+int conf_indices(struct conf_group *group, const char *key, int64_t max, int64_t *to, int n_max);
 /* A group under a key (NULL when absent), and the i-th of a list of groups (NULL past the end). */
 struct conf_group *conf_group(struct conf_group *group, const char *key);
 struct conf_group *conf_group_at(struct conf_group *group, const char *key, int i);

@@ -118,6 +118,13 @@ static void parse_stages(struct conf_group *root, struct model *model)
         conf_error(root, "stages", "is missing or empty");
 }
 
+static void parse_devices(struct conf_group *root, struct model *model)
+{
+    int n = conf_indices(root, "devices", MODEL_DEVICE_MAX, model->devices, MODEL_DEVICES_MAX);
+
+    model->n_devices = n > 0 ? n : 0;
+}
+
 static void parse_batching(struct conf_group *root, struct model *model)
 {
     struct conf_group *batching = conf_group(root, "batching");
@@ -148,6 +155,7 @@ int model_parse_conf(struct conf *conf, const char *name, struct model *ret, str
     parse_input(root, model);
     parse_stages(root, model);
     parse_batching(root, model);
+    parse_devices(root, model);
     r = conf_finish(conf, report);
     if (r == 0)
         *ret = *model;

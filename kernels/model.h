@@ -12,6 +12,8 @@
 
 #define MODEL_NAME_MAX        64
 #define MODEL_STAGES_MAX      32
+#define MODEL_DEVICES_MAX     16
+#define MODEL_DEVICE_MAX      255 /* index of one */
 #define MODEL_TENSOR_NAME_MAX 128
 
 enum stage_op {
@@ -59,9 +61,11 @@ struct model {
     struct shape input; /* batch dimension 0, then the row's */
     int n_stages;
     struct stage_spec stages[MODEL_STAGES_MAX];
-    uint32_t max_rows;     /* rows of one batch; default 1024 */
-    uint32_t max_delay_us; /* default 0 */
-    uint32_t queue_rows;   /* rows that may wait; default 65536 */
+    int64_t devices[MODEL_DEVICES_MAX]; /* indices */
+    int n_devices;                      /* 0: all that the daemon uses */
+    uint32_t max_rows;                  /* rows of one batch; default 1024 */
+    uint32_t max_delay_us;              /* default 0 */
+    uint32_t queue_rows;                /* rows that may wait; default 65536 */
 };
 
 /* Parses `name` beneath dirfd (or any path with AT_FDCWD). Errors as conf.h: file, line, key,

@@ -338,11 +338,13 @@ static void take_request(struct reader *reader, struct proto_request *request)
         request->buffer_create.size_bytes = take_uint(reader, KEY_SIZE, UINT64_MAX);
         request->buffer_create.kind =
             (enum buffer_kind)take_word_or_0(reader, KEY_KIND, "host", "cuda");
+        request->buffer_create.device = (uint32_t)take_uint_or(reader, KEY_DEVICE, UINT32_MAX, 0);
         break;
     case VERB_BUFFER_REGISTER:
         request->buffer_register.size_bytes = take_uint(reader, KEY_SIZE, UINT64_MAX);
         request->buffer_register.kind =
             (enum buffer_kind)take_word_or_0(reader, KEY_KIND, "host", "cuda");
+        request->buffer_register.device = (uint32_t)take_uint_or(reader, KEY_DEVICE, UINT32_MAX, 0);
         break;
     case VERB_BUFFER_RELEASE:
         request->buffer_release.buffer = (uint32_t)take_uint(reader, KEY_BUFFER, UINT32_MAX);

@@ -92,9 +92,11 @@ static uint32_t count_keys(const struct proto_request *request)
                (infer->priority != PROTO_PRIORITY_DEFAULT) + infer->train + (infer->seed != 0) +
                (infer->offset != 0) + (infer->result == RESULT_COMPACT);
     case VERB_BUFFER_CREATE:
-        return request->buffer_create.kind == BUFFER_CUDA ? 2 : 1;
+        return 1 + (request->buffer_create.kind == BUFFER_CUDA) +
+               (request->buffer_create.device != 0);
     case VERB_BUFFER_REGISTER:
-        return request->buffer_register.kind == BUFFER_CUDA ? 2 : 1;
+        return 1 + (request->buffer_register.kind == BUFFER_CUDA) +
+               (request->buffer_register.device != 0);
     case VERB_MODEL_LIST:
         return request->model_list.after.n ? 1 : 0;
     case VERB_MODEL_RELOAD:
@@ -126,11 +128,15 @@ static void put_request(struct doc *doc, const struct proto_request *request)
         put_uint(doc, "size", request->buffer_create.size_bytes);
         if (request->buffer_create.kind == BUFFER_CUDA)
             put_word(doc, "kind", "cuda");
+        if (request->buffer_create.device != 0)
+            put_uint(doc, "device", request->buffer_create.device);
         break;
     case VERB_BUFFER_REGISTER:
         put_uint(doc, "size", request->buffer_register.size_bytes);
         if (request->buffer_register.kind == BUFFER_CUDA)
             put_word(doc, "kind", "cuda");
+        if (request->buffer_register.device != 0)
+            put_uint(doc, "device", request->buffer_register.device);
         break;
     case VERB_BUFFER_RELEASE:
         put_uint(doc, "buffer", request->buffer_release.buffer);

@@ -27,6 +27,7 @@
     X(TARGET, "target", WANT_U64)                                            \
     X(SIZE, "size", WANT_U64)                                                \
     X(KIND, "kind", "\"host\" or \"cuda\"")                                  \
+    X(DEVICE, "device", WANT_U32)                                            \
     X(BUFFER, "buffer", WANT_U32)                                            \
     X(AFTER, "after", WANT_NAME)                                             \
     X(LEVEL, "level", WANT_NAME)                                             \

@@ -149,10 +149,12 @@ struct proto_request {
         struct {
             uint64_t size_bytes;
             enum buffer_kind kind;
+            uint32_t device; /* with BUFFER_CUDA: its place in hello's list */
         } buffer_create;
         struct {
             uint64_t size_bytes; /* the fd comes with the datagram */
             enum buffer_kind kind;
+            uint32_t device;
         } buffer_register;
         struct {
             uint32_t buffer;

@@ -5,6 +5,7 @@
  * stay checkable, and delays, fails, hangs or is lost where $FUSED_FAKE_SCRIPT says so. The script
  * is a list of NAME=VALUE, separated by semicolons. Batches count from 1.
  *
+ *   only=N             fails, hangs and is lost on device N alone (everywhere)
  *   slots=N            batches in flight (1)
  *   delay_ms=N         a batch ends that long after its start (0)
  *   reorder=1          batches with an odd number take three times as long
@@ -40,7 +41,7 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory;
+        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only;
 };
 
 struct slot {
@@ -51,6 +52,7 @@ struct slot {
 
 struct backend {
     struct backend *cpu;
+    int device;
     struct script script;
     long n_started;
     struct slot slots[BACKEND_SLOTS_MAX];
@@ -59,6 +61,7 @@ struct backend {
 };
 
 struct memory {
+    struct backend *backend; /* whose it is */
     size_t size;
     void *data; /* device memory; NULL: pinned pages */
 };
@@ -103,9 +106,11 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"lost_load", &script->lost_load, NULL},
         {"lost_pin", &script->lost_pin, NULL},
         {"lost_memory", &script->lost_memory, NULL},
+        {"only", &script->only, NULL},
     };
 
     script->slots = 1;
+    script->only = -1;
     while (text && *text) {
         size_t n = strcspn(text, "=;"), i;
         char *end;
@@ -132,7 +137,13 @@ static int fake_open(const struct backend_options *options, struct backend **ret
 
     if (!backend)
         return report_set(report, -ENOMEM, "out of memory");
+    backend->device = options->device;
     r = script_parse(options->script, &backend->script, report);
+    if (r == 0 && backend->script.only >= 0 && backend->script.only != backend->device)
+        backend->script.fail_batch = backend->script.fail_start = backend->script.fail_job =
+            backend->script.hang_from = backend->script.sticky_from = backend->script.lost_load =
+                backend->script.lost_memory = backend->script.open_fails =
+                    backend->script.oom_load_over = 0;
     if (r == 0 && backend->script.open_fails)
         r = report_set(report, -ENODEV, "the script says that there is no device");
     if (r == 0)
@@ -162,7 +173,8 @@ static void fake_info(struct backend *backend, struct backend_info *ret)
     sleep_ms(backend->script.info_ms);
     backend_cpu()->info(backend->cpu, ret);
     snprintf(ret->name, sizeof(ret->name), "fake");
-    snprintf(ret->uuid, sizeof(ret->uuid), "GPU-46414b45-0000-0000-0000-000000000001");
+    snprintf(ret->uuid, sizeof(ret->uuid), "GPU-46414b45-0000-0000-0000-%012d",
+             backend->device + 1);
     ret->device_memory = backend->script.device_memory;
     ret->slots = (unsigned)backend->script.slots;
 }
@@ -210,6 +222,17 @@ static void fake_unload(struct backend *backend, struct plan *plan)
     backend_cpu()->unload(backend->cpu, plan);
 }
 
+/* Device memory of another device is none of ours. */
+static void check_memory(const struct backend *backend, const struct batch *batch)
+{
+    for (unsigned i = 0; i < batch->n_jobs; i++) {
+        const struct memory *x = batch->jobs[i].x_memory, *y = batch->jobs[i].y_memory;
+
+        if ((x && x->data && x->backend != backend) || (y && y->data && y->backend != backend))
+            abort();
+    }
+}
+
 static int fake_start(struct backend *backend, unsigned number, struct batch *batch)
 {
     const struct script *script = &backend->script;
@@ -218,6 +241,7 @@ static int fake_start(struct backend *backend, unsigned number, struct batch *ba
 
     if (number >= (unsigned)script->slots || slot->batch)
         abort();
+    check_memory(backend, batch);
     backend->n_started++;
     if (backend->n_started == script->fail_start)
         return (int)-script->fail_start_r;
@@ -267,6 +291,7 @@ static int fake_pin(struct backend *backend, void *data, size_t size, struct mem
     memory = malloc(sizeof(*memory));
     if (!memory)
         return report_set(report, -ENOMEM, "out of memory");
+    memory->backend = backend;
     memory->size = size;
     atomic_fetch_add(&backend->n_pinned, 1);
     *ret = memory;
@@ -295,6 +320,7 @@ static int memory_map(struct backend *backend, int fd, size_t size, struct memor
         free(memory);
         return r;
     }
+    memory->backend = backend;
     memory->size = mapped;
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) || (size_t)st.st_size != mapped) {
         free(memory);

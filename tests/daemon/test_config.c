@@ -52,21 +52,24 @@ static void takes_every_key(void **state)
     struct config c;
 
     (void)state;
-    assert_int_equal(parse("socket = \"/s\"; socket_mode = \"0600\"; socket_group = \"g\";\n"
-                           "admin_group = \"a\"; backend = \"cpu\"; device = 1; cpu_threads = 3;\n"
-                           "spin_us = 0; models_dir = \"/m\"; weights_dir = \"/w\";\n"
-                           "log_level = \"debug\"; uid_buffer_bytes = 5000000000L;\n"
-                           "uid_buffers = 1; uid_connections = 2; uid_requests = 3;\n"
-                           "total_buffer_bytes = 6L; total_connections = 7;\n"
-                           "hello_timeout_ms = 10; batch_timeout_ms = 11; drain_timeout_ms = 0;\n",
-                           &c, &report),
-                     0);
+    assert_int_equal(
+        parse("socket = \"/s\"; socket_mode = \"0600\"; socket_group = \"g\";\n"
+              "admin_group = \"a\"; backend = \"cpu\"; devices = [ 1, 0 ]; cpu_threads = 3;\n"
+              "spin_us = 0; models_dir = \"/m\"; weights_dir = \"/w\";\n"
+              "log_level = \"debug\"; uid_buffer_bytes = 5000000000L;\n"
+              "uid_buffers = 1; uid_connections = 2; uid_requests = 3;\n"
+              "total_buffer_bytes = 6L; total_connections = 7;\n"
+              "hello_timeout_ms = 10; batch_timeout_ms = 11; drain_timeout_ms = 0;\n",
+              &c, &report),
+        0);
     assert_string_equal(c.socket, "/s");
     assert_int_equal(c.socket_mode, 0600);
     assert_string_equal(c.socket_group, "g");
     assert_string_equal(c.admin_group, "a");
     assert_string_equal(c.backend, "cpu");
-    assert_int_equal(c.device, 1);
+    assert_int_equal(c.n_devices, 2);
+    assert_int_equal(c.devices[0], 1);
+    assert_int_equal(c.devices[1], 0);
     assert_int_equal(c.cpu_threads, 3);
     assert_int_equal(c.spin_us, 0);
     assert_string_equal(c.models_dir, "/m");
@@ -100,8 +103,12 @@ static void names_what_is_wrong(void **state)
         {"\nsocket_mode = \"07777\";", "socket_mode"},
         {"\nsocket_mode = 660;", "socket_mode"},
         {"\nbackend = \"/tmp/x.so\";", "backend"},
-        {"\ndevice = -1;", "device"},
-        {"\ndevice = 256;", "device"},
+        {"\ndevices = -1;", "devices"},
+        {"\ndevices = 256;", "devices"},
+        {"\ndevices = [ ];", "devices"},
+        {"\ndevices = [ 2, 3, 2 ];", "devices"},
+        {"\ndevices = [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16];", "devices"},
+        {"\ndevice = 0;", "device"},
         {"\ncpu_threads = 1025;", "cpu_threads"},
         {"\nspin_us = 1000001;", "spin_us"},
         {"\nlog_level = \"loud\";", "log_level"},
@@ -115,17 +122,17 @@ static void names_what_is_wrong(void **state)
         {"\nbatch_timeout_ms = 9;", "batch_timeout_ms"},
         {"\ndrain_timeout_ms = -1;", "drain_timeout_ms"},
         {"\nno_such_key = 1;", "no_such_key"},
-        {"device = 1;\ndevice = 2;", "device"},
+        {"devices = 1;\ndevices = 2;", "devices"},
     };
 
     (void)state;
     for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
-        struct config c = {.device = 77};
+        struct config c = {.n_devices = 77};
         struct report report = {""};
 
         if (parse(rows[i].text, &c, &report) != -EINVAL)
             fail_msg("\"%s\" was accepted", rows[i].text + 1);
-        assert_int_equal(c.device, 77); /* untouched */
+        assert_int_equal(c.n_devices, 77); /* untouched */
         if (!strstr(report.text, "fused.conf:2") ||
             (!strstr(report.text, rows[i].key) && i + 1 < ARRAY_SIZE(rows)))
             fail_msg("\"%s\": \"%s\"", rows[i].text + 1, report.text);
@@ -154,13 +161,14 @@ static void adopts_only_what_a_reload_may(void **state)
     (void)state;
     config_defaults(&c);
     assert_int_equal(
-        parse("socket = \"/other\"; device = 3; log_level = \"error\"; uid_buffers = 9;"
+        parse("socket = \"/other\"; devices = 3; log_level = \"error\"; uid_buffers = 9;"
               "drain_timeout_ms = 1;",
               &next, &report),
         0);
     config_adopt(&c, &next);
     assert_string_equal(c.socket, "/run/fused/fused.sock");
-    assert_int_equal(c.device, 0);
+    assert_int_equal(c.n_devices, 1);
+    assert_int_equal(c.devices[0], 0);
     assert_int_equal(c.log_level, LOG_LEVEL_ERROR);
     assert_int_equal(c.uid_buffers, 9);
     assert_int_equal(c.drain_timeout_ms, 1);

@@ -244,7 +244,7 @@ static void start(void)
     server.works.loop = &server.loop;
     server.state = SERVER_READY;
     server.admin_gid = (gid_t)-1;
-    server.device = (struct device){.ops = &ops};
+    server.device = (struct device){.ops = &ops, .n = 1};
     TAILQ_INIT(&server.conns);
     uids_init(uids);
     uids->uid_limit[CHARGE_BUFFERS] = 3;
@@ -252,11 +252,11 @@ static void start(void)
     uids->uid_limit[CHARGE_REQUESTS] = 24;
     uids->uid_limit[CHARGE_CONNECTIONS] = CLIENTS;
     config_defaults(&server.config);
-    ops_info(NULL, &server.info);
-    server.buffers = (struct buffers){.works = &server.works, .ops = &ops};
-    registry_init(&server.registry, &server.works, &ops, NULL, dir, dir);
-    check(scheduler_init(&server.scheduler, &server.loop, &ops, NULL, 2, 0, progress, lost,
-                         &server) == 0);
+    ops_info(NULL, &server.infos[0]);
+    server.buffers = (struct buffers){.works = &server.works, .device = &server.device};
+    registry_init(&server.registry, &server.works, &server.device, dir, dir);
+    check(scheduler_init(&server.scheduler, &server.loop, &server.device, server.infos, 0, progress,
+                         lost, &server) == 0);
     sync_models();
 }
 
