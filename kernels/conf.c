@@ -8,7 +8,7 @@
  * refused.
  *
  * A conf_group is libconfig's own setting. Its `hook`, which libconfig leaves to the caller, marks
- * a setting that was asked for. Nesting is bounded by the scan, so walks need a small stack only.
+ * a setting that was asked for. Nesting is bounded by the scan.
  */
 #include <ctype.h>
 #include <errno.h>
@@ -165,11 +165,11 @@ static bool repeated_key(const char *text, int line, char key[KEY_MAX])
     char keys[8][KEY_MAX];
     int n = 0;
 
-    for (; line > 1 && text; line--) {
-        text = strchr(text, '\n');
-        text += text != NULL;
+    for (; line > 1; line--) {
+        text += strcspn(text, "\n");
+        text += *text == '\n';
     }
-    while (text && *text && *text != '\n' && n < 8) {
+    while (*text && *text != '\n' && n < 8) {
         size_t length = 0, after;
 
         if (!isalpha((unsigned char)*text)) {
@@ -494,9 +494,9 @@ struct conf_group *conf_group_at(struct conf_group *group, const char *key, int 
         conf_error(group, key, "must be a list of groups: ( { ... }, ... )");
         return NULL;
     }
-    if (i < 0 || i >= config_setting_length(setting))
-        return NULL;
     element = config_setting_get_elem(setting, (unsigned)i);
+    if (!element)
+        return NULL;
     if (!config_setting_is_group(element)) {
         conf_error(group, key, "element %d must be a group: { ... }", i + 1);
         return NULL;
@@ -505,39 +505,44 @@ struct conf_group *conf_group_at(struct conf_group *group, const char *key, int 
     return group_of(element);
 }
 
+/* Whether a setting was taken key by key. Elements of lists of numbers were taken with their list.
+ */
+static bool has_keys(const config_setting_t *setting)
+{
+    return config_setting_length(setting) > 0 &&
+           (config_setting_is_group(setting) ||
+            (config_setting_is_list(setting) &&
+             config_setting_is_group(config_setting_get_elem(setting, 0))));
+}
+
+/* The one that stands next in the text, NULL behind the last. */
+static config_setting_t *next_setting(config_setting_t *setting)
+{
+    config_setting_t *parent = config_setting_parent(setting);
+    int next;
+
+    if (has_keys(setting))
+        return config_setting_get_elem(setting, 0);
+    for (; parent; setting = parent, parent = config_setting_parent(setting)) {
+        next = config_setting_index(setting) + 1;
+        if (next < config_setting_length(parent))
+            return config_setting_get_elem(parent, (unsigned)next);
+    }
+    return NULL;
+}
+
 /* Records the first setting that nobody asked for. */
 static void find_unknown(struct conf *conf)
 {
-    struct {
-        config_setting_t *setting;
-        int next;
-    } stack[DEPTH_MAX + 1] = {{config_root_setting(&conf->config), 0}};
-    int depth = 0;
+    config_setting_t *setting = config_root_setting(&conf->config);
 
-    while (depth >= 0) {
-        config_setting_t *parent = stack[depth].setting, *child;
+    while ((setting = next_setting(setting))) {
+        const char *name = config_setting_name(setting);
 
-        if (stack[depth].next == config_setting_length(parent)) {
-            depth--;
-            continue;
-        }
-        child = config_setting_get_elem(parent, (unsigned)stack[depth].next++);
-        if (!config_setting_get_hook(child)) {
-            const char *name = config_setting_name(child);
-
-            fail_at(conf, (int)config_setting_source_line(child), "%s: unknown key",
-                    name ? name : config_setting_name(parent));
+        if (!config_setting_get_hook(setting)) {
+            fail_at(conf, (int)config_setting_source_line(setting), "%s: unknown key",
+                    name ? name : config_setting_name(config_setting_parent(setting)));
             return;
-        }
-        /* Elements of lists of numbers were taken with their list. */
-        if (config_setting_is_group(child) ||
-            (config_setting_is_list(child) && config_setting_length(child) > 0 &&
-             config_setting_is_group(config_setting_get_elem(child, 0)))) {
-            if (depth == DEPTH_MAX) {
-                fail_at(conf, (int)config_setting_source_line(child), "nested too deep");
-                return;
-            }
-            stack[++depth] = (typeof(stack[0])){child, 0};
         }
     }
 }

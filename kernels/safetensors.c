@@ -64,7 +64,7 @@ static bool set_size(struct st_tensor *tensor)
     int64_t elements = 1, size;
 
     for (int i = 0; i < tensor->rank; i++)
-        if (tensor->dims[i] < 0 || __builtin_mul_overflow(elements, tensor->dims[i], &elements))
+        if (__builtin_mul_overflow(elements, tensor->dims[i], &elements))
             return false;
     if (__builtin_mul_overflow(elements, (int64_t)tensor->element_bytes, &size))
         return false;
@@ -84,15 +84,15 @@ static bool printable(const char *text)
 
 static int read_shape(const json_t *shape, struct st_tensor *tensor)
 {
-    const json_t *dim;
-    size_t i;
+    size_t rank = json_array_size(shape);
 
-    if (!json_is_array(shape) || json_array_size(shape) > TENSOR_RANK_MAX)
+    if (!json_is_array(shape) || rank > TENSOR_RANK_MAX)
         return -EINVAL;
-    tensor->rank = (int)json_array_size(shape);
-    json_array_foreach(shape, i, dim)
-    {
-        if (!json_is_integer(dim) || json_integer_value(dim) < 0)
+    tensor->rank = (int)rank;
+    for (size_t i = 0; i < rank; i++) {
+        const json_t *dim = json_array_get(shape, i);
+
+        if (json_typeof(dim) != JSON_INTEGER || json_integer_value(dim) < 0)
             return -EINVAL;
         tensor->dims[i] = json_integer_value(dim);
     }
@@ -109,14 +109,14 @@ static int read_tensor(const char *file, const char *name, const json_t *entry,
 
     if (name[0] == 0 || strlen(name) > SAFETENSORS_NAME_MAX || !printable(name))
         why = "its name is empty, too long or not printable";
-    else if (!json_is_object(entry) || json_object_size(entry) != 3)
+    else if (json_object_size(entry) != 3)
         why = "it needs dtype, shape, data_offsets and nothing else";
     else if (set_dtype(tensor, json_string_value(json_object_get(entry, "dtype"))) < 0)
         why = "its dtype is unknown, or not of whole bytes";
     else if (read_shape(json_object_get(entry, "shape"), tensor) < 0)
         why = "its shape must be up to 8 integers, none negative";
-    else if (!json_is_array(offsets) || json_array_size(offsets) != 2 || !json_is_integer(begin) ||
-             !json_is_integer(end) || json_integer_value(begin) < 0 ||
+    else if (json_array_size(offsets) != 2 || json_typeof(begin) != JSON_INTEGER ||
+             json_typeof(end) != JSON_INTEGER || json_integer_value(begin) < 0 ||
              json_integer_value(end) < json_integer_value(begin))
         why = "its data_offsets must be two integers, the first not above the second";
     else if (!set_size(tensor))
@@ -132,18 +132,15 @@ static int read_tensor(const char *file, const char *name, const json_t *entry,
 
 static int read_metadata(struct safetensors *file, json_t *metadata, struct report *report)
 {
-    const char *key;
-    json_t *value;
-
-    if (!json_is_object(metadata))
+    if (json_typeof(metadata) != JSON_OBJECT)
         return report_set(report, -EINVAL, "%s: __metadata__ must be an object", file->name);
-    json_object_foreach(metadata, key, value)
-    {
-        if (!json_is_string(value))
+    for (void *at = json_object_iter(metadata); at; at = json_object_iter_next(metadata, at))
+        if (json_typeof(json_object_iter_value(at)) != JSON_STRING)
             return report_set(report, -EINVAL, "%s: __metadata__: '%.64s' must be a string",
-                              file->name, key);
-    }
-    file->metadata = json_incref(metadata);
+                              file->name, json_object_iter_key(at));
+    file->metadata = json_copy(metadata); /* short of memory, jansson leaves keys out */
+    if (json_object_size(file->metadata) != json_object_size(metadata))
+        return report_set(report, -ENOMEM, "%s: out of memory", file->name);
     return 0;
 }
 
@@ -185,28 +182,22 @@ static int check_cover(struct safetensors *file, uint64_t data, uint64_t size,
 
 static int read_entries(struct safetensors *file, json_t *root, struct report *report)
 {
-    const char *key;
-    json_t *value;
-    size_t n;
+    size_t n = json_object_size(root) - (json_object_get(root, "__metadata__") != NULL);
     int r;
 
-    if (!json_is_object(root))
-        return report_set(report, -EINVAL, "%s: the header is not an object", file->name);
-    n = json_object_size(root);
-    if (n > SAFETENSORS_TENSORS_MAX + 1)
+    if (n > SAFETENSORS_TENSORS_MAX)
         return report_set(report, -EINVAL, "%s: more than %d tensors", file->name,
                           SAFETENSORS_TENSORS_MAX);
     file->tensors = calloc(n + 1, sizeof(*file->tensors));
     file->names = calloc(n + 1, sizeof(*file->names));
     if (!file->tensors || !file->names)
         return report_set(report, -ENOMEM, "%s: out of memory", file->name);
-    json_object_foreach(root, key, value)
-    {
+    for (void *at = json_object_iter(root); at; at = json_object_iter_next(root, at)) {
+        const char *key = json_object_iter_key(at);
+        json_t *value = json_object_iter_value(at);
+
         if (strcmp(key, "__metadata__") == 0) {
             r = read_metadata(file, value, report);
-        } else if (file->n == SAFETENSORS_TENSORS_MAX) {
-            r = report_set(report, -EINVAL, "%s: more than %d tensors", file->name,
-                           SAFETENSORS_TENSORS_MAX);
         } else {
             r = read_tensor(file->name, key, value, &file->tensors[file->n], report);
             if (r == 0) {
@@ -252,9 +243,9 @@ static int read_header(struct safetensors *file, uint64_t size, struct report *r
     }
     root = json_loadb(text, length, JSON_REJECT_DUPLICATES, &error);
     if (!root) {
-        r = report_set(report,
-                       json_error_code(&error) == json_error_out_of_memory ? -ENOMEM : -EINVAL,
-                       "%s: header: %s", file->name, error.text);
+        /* jansson says nothing when it has no memory. */
+        r = error.text[0] ? report_set(report, -EINVAL, "%s: header: %s", file->name, error.text)
+                          : report_set(report, -ENOMEM, "%s: out of memory", file->name);
         goto out;
     }
     r = read_entries(file, root, report);
@@ -348,13 +339,15 @@ static int write_all(struct st_writer *writer, const void *data, size_t n, struc
     const char *p = data;
 
     while (n > 0) {
-        ssize_t done = write(writer->fd, p, n);
+        ssize_t done;
 
+        errno = ENOSPC; /* of a write that fails by writing nothing */
+        done = write(writer->fd, p, n);
         if (done < 0 && errno == EINTR)
             continue;
         if (done <= 0)
             return report_set(report, -EIO, "%s: writing: %s", file_base(writer->path),
-                              strerrordesc_np(done < 0 ? errno : ENOSPC));
+                              strerrordesc_np(errno));
         p += done;
         n -= (size_t)done;
     }
@@ -366,7 +359,7 @@ static json_t *describe(const struct st_tensor *tensor, uint64_t offset)
     json_int_t begin = (json_int_t)offset, end = begin + (json_int_t)tensor->size;
     json_t *shape = json_array();
 
-    for (int i = 0; shape && i < tensor->rank; i++)
+    for (int i = 0; i < tensor->rank; i++)
         if (json_array_append_new(shape, json_integer(tensor->dims[i])) < 0) {
             json_decref(shape);
             return NULL;
@@ -384,15 +377,18 @@ static int make_header(const struct st_tensor *tensors, size_t n, char **ret_tex
     char *text;
 
     for (size_t i = 0; i < n; i++) {
-        if (json_object_get(root, tensors[i].name)) {
+        uint64_t offset = size;
+        const char *why = NULL;
+
+        if (json_object_get(root, tensors[i].name))
+            why = "comes twice";
+        else if (__builtin_add_overflow(size, tensors[i].size, &size) || size > INT64_MAX)
+            why = "is too large";
+        else if (json_object_set_new(root, tensors[i].name, describe(&tensors[i], offset)) < 0)
+            why = "cannot be described: its name, or no memory";
+        if (why) {
             json_decref(root);
-            return report_set(report, -EINVAL, "tensor '%.64s' comes twice", tensors[i].name);
-        }
-        if (json_object_set_new(root, tensors[i].name, describe(&tensors[i], size)) < 0 ||
-            __builtin_add_overflow(size, tensors[i].size, &size) || size > INT64_MAX) {
-            json_decref(root);
-            return report_set(report, -EINVAL, "tensor '%.64s' cannot be described",
-                              tensors[i].name);
+            return report_set(report, -EINVAL, "tensor '%.64s' %s", tensors[i].name, why);
         }
     }
     text = json_dumps(root, JSON_COMPACT);
@@ -410,24 +406,28 @@ static int make_header(const struct st_tensor *tensors, size_t n, char **ret_tex
 
 static int create(struct st_writer *writer, const char *path, struct report *report)
 {
+    size_t size = strlen(path) + sizeof(".0123456789abcdef.tmp");
+    char *temporary;
     uint64_t random;
+    int r;
 
     if (getrandom(&random, sizeof(random), 0) != sizeof(random))
         return report_set(report, -EIO, "%s: no random numbers", file_base(path));
     writer->path = strdup(path);
-    if (!writer->path || asprintf(&writer->temporary, "%s.%016" PRIx64 ".tmp", path, random) < 0) {
-        writer->temporary = NULL;
+    temporary = malloc(size);
+    if (!writer->path || !temporary) {
+        free(temporary);
         return report_set(report, -ENOMEM, "%s: out of memory", file_base(path));
     }
-    writer->fd = open(writer->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    snprintf(temporary, size, "%s.%016" PRIx64 ".tmp", path, random);
+    writer->fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (writer->fd < 0) {
-        int r = errno == ENOENT ? -ENOENT : -EIO;
-
+        r = errno == ENOENT ? -ENOENT : -EIO;
         report_set(report, r, "%s: %s", file_base(path), strerrordesc_np(errno));
-        free(writer->temporary); /* nothing to remove */
-        writer->temporary = NULL;
+        free(temporary);
         return r;
     }
+    writer->temporary = temporary; /* from now on there is something to remove */
     return 0;
 }
 
@@ -509,8 +509,7 @@ int st_writer_finish(struct st_writer *writer, struct report *report)
     writer->fd = -1;
     if (fsync(fd) < 0)
         r = -errno;
-    if (close(fd) < 0 && r == 0)
-        r = -errno;
+    close(fd); /* has nothing to tell that fsync() did not */
     if (r == 0 && rename(writer->temporary, writer->path) < 0)
         r = -errno;
     if (r == 0) {

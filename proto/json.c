@@ -54,33 +54,29 @@ static void print_bin(FILE *out, const uint8_t *bytes, size_t n)
 
 static void print_double(FILE *out, double d)
 {
+    static const char number[] = "0123456789+-e";
+    unsigned digits = 15;
     char text[40];
-    bool whole = true, in_point = false;
+    bool is_whole;
 
     if (!isfinite(d)) {
         fputs(isnan(d) ? "\"NaN\"" : d > 0 ? "\"Infinity\"" : "\"-Infinity\"", out);
         return;
     }
-    for (int digits = 15; digits <= 17; digits++) {
-        snprintf(text, sizeof text, "%.*g", digits, d);
-        if (strtod(text, NULL) == d)
-            break;
+    do /* 17 always read back the same; the mask tells the compiler that text is long enough */
+        snprintf(text, sizeof text, "%.*g", (int)(digits++ & 31), d);
+    while (strtod(text, NULL) != d);
+    is_whole = text[strspn(text, "0123456789-")] == 0;
+    /* What is no part of a number is the locale's decimal point, maybe of several bytes. */
+    for (const char *c = text; *c; c += strcspn(c, number)) {
+        size_t n = strspn(c, number);
+
+        fwrite(c, 1, n, out);
+        c += n;
+        if (*c)
+            fputc('.', out);
     }
-    /* What is no digit, sign or exponent is the locale's decimal point, maybe of several bytes. */
-    for (const char *c = text; *c; c++) {
-        if (strchr("0123456789+-", *c)) {
-            fputc(*c, out);
-        } else if (*c == 'e') {
-            fputc(*c, out);
-            whole = false;
-        } else {
-            if (!in_point)
-                fputc('.', out);
-            in_point = true;
-            whole = false;
-        }
-    }
-    if (whole)
+    if (is_whole)
         fputs(".0", out);
 }
 
@@ -115,9 +111,9 @@ static int print_item(FILE *out, const struct scan_item *item)
         fputc('{', out);
         return 0;
     case SCAN_EXT:
-        break;
+    default:
+        return -EBADMSG;
     }
-    return -EBADMSG;
 }
 
 /* What stands before the next item of the innermost container. */

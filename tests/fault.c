@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -26,9 +27,12 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+struct msgpack_zone;
+
 static _Thread_local struct {
     bool armed, exempt;
     unsigned n, count;
+    int error; /* 0: the call's own */
 } fault;
 
 static struct {
@@ -39,6 +43,12 @@ static struct {
 
 void fault_arm(unsigned n)
 {
+    fault_arm_with(n, 0);
+}
+
+void fault_arm_with(unsigned n, int error)
+{
+    fault.error = error;
     fault.n = n;
     fault.count = 0;
     fault.armed = true;
@@ -90,7 +100,7 @@ static bool fails(int error)
     if (!fault.exempt && atomic_load(&others.armed))
         now = atomic_fetch_add(&others.count, 1) + 1 == others.n;
     if (now)
-        errno = error;
+        errno = fault.error ? fault.error : error;
     return now;
 }
 
@@ -150,6 +160,34 @@ WRAP(int, timerfd_create, EMFILE, -1, (int clock, int flags), (clock, flags))
 WRAP(int, pthread_create, EAGAIN, EAGAIN,
      (pthread_t * thread, const pthread_attr_t *attr, void *(*run)(void *), void *data),
      (thread, attr, run, data))
+
+/* Those of single areas (WRAP_AREA in tests.mk). Elsewhere they are not wrapped, and what they
+ * would pass on to is not there. */
+#define WRAP_WEAK(type, name, error, failure, parameters, arguments) \
+    __attribute__((weak)) type __real_##name parameters;             \
+    WRAP(type, name, error, failure, parameters, arguments)
+
+WRAP_WEAK(ssize_t, write, EIO, -1, (int fd, const void *from, size_t n), (fd, from, n))
+WRAP_WEAK(int, fsync, EIO, -1, (int fd), (fd))
+WRAP_WEAK(ssize_t, getrandom, EIO, -1, (void *to, size_t n, unsigned flags), (to, n, flags))
+WRAP_WEAK(char *, strndup, ENOMEM, NULL, (const char *s, size_t n), (s, n))
+WRAP_WEAK(FILE *, open_memstream, ENOMEM, NULL, (char **text, size_t *size), (text, size))
+WRAP_WEAK(int, ferror, ENOMEM, 1, (FILE * file), (file))
+WRAP_WEAK(bool, msgpack_zone_init, ENOMEM, false, (struct msgpack_zone * zone, size_t chunk),
+          (zone, chunk))
+WRAP_WEAK(int, msgpack_unpack, ENOMEM, -3,
+          (const char *bytes, size_t n, size_t *at, struct msgpack_zone *zone, void *ret),
+          (bytes, n, at, zone, ret))
+
+/* Has given back when it tells of a failure. */
+__attribute__((weak)) int __real_fclose(FILE *file);
+int __wrap_fclose(FILE *file);
+int __wrap_fclose(FILE *file)
+{
+    int r = __real_fclose(file);
+
+    return fails(EIO) ? EOF : r;
+}
 
 /* The variadic ones: their one optional argument is a mode, a number or a pointer. */
 int __real_open(const char *path, int flags, ...);

@@ -1,8 +1,9 @@
 /*
  * fault.h - makes the n-th system call or allocation of a test fail
  *
- * Linked into fault_*.c only, with every function of WRAP (tests/tests.mk) wrapped. Only calls of
- * the thread that armed count and fail; libraries outside the tree are not touched.
+ * Linked into fault_*.c only, with every function of WRAP and the area's own (tests/tests.mk)
+ * wrapped. Only calls of the thread that armed count and fail; libraries outside the tree are not
+ * touched.
  *
  *     for (unsigned n = 1;; n++) {
  *         fault_arm(n);
@@ -17,6 +18,8 @@
 /* The n-th wrapped call from now on (from 1) fails, once: allocations and mappings with ENOMEM,
  * calls that make a descriptor with EMFILE, all others with EIO. */
 void fault_arm(unsigned n);
+/* The same with an error of your choice, as EINTR. */
+void fault_arm_with(unsigned n, int error);
 
 /* The same for every thread but this one: the n-th call of all of them together. */
 void fault_arm_others(unsigned n);

@@ -13,7 +13,10 @@ AR_hostile := kernels proto
 WRAP := malloc calloc realloc strdup open openat read pread mmap ftruncate fallocate fcntl memfd_create socket accept4 \
         sendmsg recvmsg epoll_ctl eventfd dup aligned_alloc reallocarray bind listen rename fchmod fchownat flock fstat \
         fstatat getsockopt setsockopt timerfd_create connect pthread_create
-WRAP_FLAGS := $(foreach f,$(WRAP),-Wl,--wrap=$(f))
+# What only these areas call.
+WRAP_proto   := msgpack_zone_init msgpack_unpack open_memstream ferror fclose
+WRAP_kernels := write fsync getrandom strndup
+WRAP_FLAGS = $(foreach f,$(WRAP) $(WRAP_$(1)),-Wl,--wrap=$(f))
 
 define area
 TESTS_$(1) := $$(patsubst tests/$(1)/%.c,$$(B)/tests/$(1)/%,$$(wildcard tests/$(1)/test_*.c tests/$(1)/fault_*.c))
@@ -24,7 +27,7 @@ $$(B)/tests/$(1)/test_%: $$(B)/obj/tests/$(1)/test_%.c.o $(foreach a,$(AR_$(1)),
 $$(B)/tests/$(1)/fault_%: $$(B)/obj/tests/$(1)/fault_%.c.o $$(B)/obj/tests/fault.c.o $(foreach a,$(AR_$(1)),$$(B)/lib$(a).a)
 	@mkdir -p $$(@D)
 	$$(SAY) LD $$@
-	$$(Q)$$(CC) $$(LDFLAGS_) $$(WRAP_FLAGS) -o $$@ $$^ $$(LIBS_TEST) $(foreach a,$(AR_$(1)),$$(LIBS_$(a))) -pthread
+	$$(Q)$$(CC) $$(LDFLAGS_) $(call WRAP_FLAGS,$(1)) -o $$@ $$^ $$(LIBS_TEST) $(foreach a,$(AR_$(1)),$$(LIBS_$(a))) -pthread
 endef
 $(foreach a,$(TEST_AREAS),$(eval $(call area,$(a))))
 FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))

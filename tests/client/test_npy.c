@@ -129,6 +129,7 @@ static void test_refuses(void **state)
         {DICT("<f4", "(1099511627777,)"), "too large"},
         {DICT("<f4", "(99999999999999999999999,)"), "too large"},
         {DICT("<f4", "(1099511627776, 2)"), "too many elements"},
+        {DICT("<f4", "(1099511627776, 1099511627776)"), "too many elements"},
         {DICT("<f4", "(1048576, 1048576, 1048576, 1048576)"), "too many elements"},
         {DICT("<f4", "(1, 1, 1, 1, 1, 1, 1, 1, 1)"), "more than 8 dimensions"},
         {"{'descr': '<f4', 'fortran_order': False, 'shape': (3,), } x\n", "text after"},

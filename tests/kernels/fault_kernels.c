@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <cmocka.h>
+#include <jansson.h>
 
 #include "kernels/pipeline.h"
 #include "kernels/reference.h"
@@ -141,35 +142,144 @@ static void test_load(void **state)
     }
 }
 
+static const struct st_tensor tensor = {
+    .name = "t", .dtype = "F32", .element_bytes = 4, .elements = 1, .size = 4};
+
+static int write_file(const char *file, struct report *report)
+{
+    struct st_writer *writer = NULL;
+    int r;
+
+    r = st_writer_new(file, &tensor, 1, &writer, report);
+    if (r == 0)
+        r = st_writer_write(writer, "1234", 4, report);
+    if (r == 0)
+        r = st_writer_finish(writer, report);
+    st_writer_free(writer);
+    return r;
+}
+
+/* Whatever failed: the file is not there, or it is whole. */
 static void test_write(void **state)
 {
-    static const struct st_tensor tensor = {
-        .name = "t", .dtype = "F32", .element_bytes = 4, .elements = 1, .size = 4};
     char path[] = "/tmp/fused-test-fault-XXXXXX", file[64];
-    unsigned fds = fault_open_fds();
+    unsigned fds = fault_open_fds(), n_there = 0;
     bool last = false;
 
     (void)state;
     assert_non_null(mkdtemp(path));
     snprintf(file, sizeof(file), "%s/f", path);
     for (unsigned n = 1; !last; n++) {
-        struct st_writer *writer = NULL;
+        struct safetensors *whole;
         struct report report = {""};
         int r;
 
         assert_true(n < ROUNDS);
         fault_arm(n);
-        r = st_writer_new(file, &tensor, 1, &writer, &report);
-        if (r == 0)
-            r = st_writer_write(writer, "1234", 4, &report);
-        if (r == 0)
-            r = st_writer_finish(writer, &report);
-        fault_disarm();
-        st_writer_free(writer);
+        r = write_file(file, &report);
         last = judge(n, r, &report, fds);
-        assert_int_equal(access(file, F_OK), last ? 0 : -1);
+        if (access(file, F_OK) == 0) {
+            n_there += r != 0;
+            assert_int_equal(safetensors_open(AT_FDCWD, file, &whole, &report), 0);
+            safetensors_free(whole);
+            unlink(file);
+        }
+        assert_int_equal(fault_open_fds(), fds);
     }
+    assert_int_equal(rmdir(path), 0); /* no half of a file is left */
+    assert_int_equal(n_there, 1);     /* all but the directory's entry is on disk */
+}
+
+/* A write that a signal ends before it wrote begins again. */
+static void test_interrupted(void **state)
+{
+    char path[] = "/tmp/fused-test-fault-XXXXXX", file[64];
+    unsigned n_through = 0, n = 1;
+    struct report report;
+    int r;
+
+    (void)state;
+    assert_non_null(mkdtemp(path));
+    snprintf(file, sizeof(file), "%s/f", path);
+    do {
+        fault_arm_with(n, EINTR);
+        r = write_file(file, &report);
+        n_through += r == 0;
+    } while (fault_disarm() >= n++);
+    assert_int_equal(r, 0);
+    assert_int_equal(n_through, 5); /* length, header, padding, data; and without a fault */
     unlink(file);
+    assert_int_equal(rmdir(path), 0);
+}
+
+/* ---- jansson's own allocations ---- */
+
+static unsigned n_json, fail_json;
+
+static void *json_alloc(size_t size)
+{
+    return ++n_json == fail_json ? NULL : malloc(size);
+}
+
+/* Reading and writing a header, each allocation of jansson failing in turn. Where its lexer has no
+ * memory, it takes that for the end of a word. */
+static void test_json(void **state)
+{
+    static const struct st_tensor shaped = {.name = "t",
+                                            .dtype = "F32",
+                                            .element_bytes = 4,
+                                            .rank = 2,
+                                            .dims = {0, 3},
+                                            .elements = 0,
+                                            .size = 0};
+    static const char header[] = "\x68\0\0\0\0\0\0\0{\"__metadata__\":{\"k\":\"v\"},"
+                                 "\"t\":{\"dtype\":\"F32\",\"shape\":[0,3],"
+                                 "\"data_offsets\":[0,0]}}"
+                                 "                            ";
+    char path[] = "/tmp/fused-test-fault-XXXXXX", file[64];
+    unsigned n_no_memory = 0;
+    struct report report;
+    int fd, r;
+
+    (void)state;
+    assert_non_null(mkdtemp(path));
+    snprintf(file, sizeof(file), "%s/f", path);
+    fd = open(file, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    assert_int_equal(write(fd, header, 8 + 0x68), 8 + 0x68);
+    close(fd);
+    json_set_alloc_funcs(json_alloc, free);
+    for (fail_json = 1;; fail_json++) {
+        struct safetensors *read = NULL;
+
+        n_json = 0;
+        r = safetensors_open(AT_FDCWD, file, &read, &report);
+        safetensors_free(read);
+        if (n_json < fail_json)
+            break;
+        if ((r != -ENOMEM && r != -EINVAL) || read)
+            fail_msg("allocation %u: %d \"%s\"", fail_json, r, report.text);
+        n_no_memory += r == -ENOMEM;
+    }
+    if (r != 0)
+        fail_msg("without a fault: %d \"%s\"", r, report.text);
+    assert_true(fail_json > 10);
+    assert_true(n_no_memory > 5);
+    unlink(file);
+    for (fail_json = 1;; fail_json++) {
+        struct st_writer *writer = NULL;
+
+        n_json = 0;
+        r = st_writer_new(file, &shaped, 1, &writer, &report);
+        st_writer_free(writer);
+        if (n_json < fail_json)
+            break;
+        if ((r != -ENOMEM && r != -EINVAL) || !strstr(report.text, "memory"))
+            fail_msg("allocation %u: %d \"%s\"", fail_json, r, report.text);
+        assert_int_equal(access(file, F_OK), -1);
+    }
+    assert_int_equal(r, 0);
+    assert_true(fail_json > 10);
+    json_set_alloc_funcs(malloc, free);
     assert_int_equal(rmdir(path), 0);
 }
 
@@ -178,6 +288,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_load),
         cmocka_unit_test(test_write),
+        cmocka_unit_test(test_interrupted),
+        cmocka_unit_test(test_json),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -163,6 +163,7 @@ static void test_values(void **state)
     assert_int_equal(conf_int(group, "i", 0, 9, 0), 2);
     assert_int_equal(conf_int(conf_group_at(root, "list", 0), "i", 0, 9, 0), 1);
     assert_null(conf_group_at(root, "list", 2));
+    assert_null(conf_group_at(root, "list", -1));
     assert_int_equal(conf_finish(conf, &report), 0);
     conf_free(conf);
 }
@@ -179,6 +180,33 @@ static void test_sticks(void **state)
     assert_int_equal(conf_error(conf_root(conf), "i", "second"), -EINVAL);
     assert_int_equal(conf_finish(conf, &report), -EINVAL);
     assert_string_equal(report.text, "t.conf:2: k: first");
+    assert_null(conf_free(conf));
+    assert_null(conf_free(NULL));
+}
+
+/* Nobody asked: the first such setting is named, and an element without a name by its list. */
+static void test_unknown(void **state)
+{
+    static const char text[] = "a = 1;\nlist = ( { i = 1; }, 3, 4 );\nb = 2;\n";
+    struct conf_group *root, *group;
+    struct report report;
+    struct conf *conf;
+
+    (void)state;
+    assert_int_equal(conf_parse("t.conf", text, sizeof(text) - 1, &conf, &report), 0);
+    root = conf_root(conf);
+    assert_int_equal(conf_int(root, "a", 0, 9, 0), 1);
+    group = conf_group_at(root, "list", 0);
+    assert_int_equal(conf_int(group, "i", 0, 9, 0), 1);
+    assert_int_equal(conf_finish(conf, &report), -EINVAL);
+    assert_string_equal(report.text, "t.conf:2: list: unknown key");
+    conf_free(conf);
+    assert_int_equal(conf_parse("t.conf", text, sizeof(text) - 1, &conf, &report), 0);
+    root = conf_root(conf);
+    assert_int_equal(conf_int(root, "a", 0, 9, 0), 1);
+    group = conf_group_at(root, "list", 0);
+    assert_int_equal(conf_finish(conf, &report), -EINVAL);
+    assert_string_equal(report.text, "t.conf:2: i: unknown key");
     conf_free(conf);
 }
 
@@ -302,7 +330,7 @@ int main(void)
         cmocka_unit_test(test_refused),   cmocka_unit_test(test_accepted),
         cmocka_unit_test(test_values),    cmocka_unit_test(test_sticks),
         cmocka_unit_test(test_files),     cmocka_unit_test(test_report),
-        cmocka_unit_test(test_many_keys),
+        cmocka_unit_test(test_many_keys), cmocka_unit_test(test_unknown),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -113,6 +113,7 @@ static void test_headers(void **state)
         {"{ ", 0, "header: "},
         {"{}x", 0, "header: "},
         {"{}{}", 0, "header: "},
+        {"{\"a\":[]}", 0, "tensor 'a': it needs dtype, shape, data_offsets"},
         {"{\"a\":1}", 0, "tensor 'a': it needs dtype, shape, data_offsets"},
         {"{\"a\":{}}", 0, "tensor 'a': it needs dtype, shape, data_offsets"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4],\"x\":1}}", 4,
@@ -124,6 +125,7 @@ static void test_headers(void **state)
         {"{" TENSOR("a", "1", "4") "}", 4, "data_offsets must be"},
         {"{" TENSOR("a", "1", "0, 4, 4") "}", 4, "data_offsets must be"},
         {"{" TENSOR("a", "1", "0, 4.0") "}", 4, "data_offsets must be"},
+        {"{" TENSOR("a", "1", "0.0, 4") "}", 4, "data_offsets must be"},
         {"{" TENSOR("a", "1", "0, 4e0") "}", 4, "data_offsets must be"},
         {"{" TENSOR("a", "1", "\"0\", \"4\"") "}", 4, "data_offsets must be"},
         {"{" TENSOR("a", "1", "0, 18446744073709551620") "}", 4, "header: "},
@@ -155,6 +157,7 @@ static void test_headers(void **state)
         {"{" TENSOR("a", "2305843009213693952", "0, 0") "}", 0, "shape is too large"},
         {"{" TENSOR("a", "4294967296, 4294967296, 0", "0, 0") "}", 0, "shape is too large"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":1,\"data_offsets\":[0,4]}}", 4, "shape must be"},
+        {"{\"a\":{\"dtype\":\"F32\",\"form\":[1],\"data_offsets\":[0,4]}}", 4, "shape must be"},
         /* dtypes */
         {"{\"a\":{\"dtype\":\"F4\",\"shape\":[2],\"data_offsets\":[0,1]}}", 1, "dtype is unknown"},
         {"{\"a\":{\"dtype\":\"f32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "dtype is unknown"},
@@ -174,6 +177,7 @@ static void test_headers(void **state)
         {"{" TENSOR("\377", "1", "0, 4") "}", 4, "header: "},
         {"{" TENSOR("\\ud800", "1", "0, 4") "}", 4, "header: "},
         {"{" TENSOR("\303\244", "1", "0, 4") "}", 4, NULL},
+        {"{" TENSOR("\302\240", "1", "0, 4") "}", 4, NULL},
     };
 
     (void)state;
@@ -192,14 +196,17 @@ static void test_large(void **state)
 
     (void)state;
     assert_non_null(text);
-    for (int tensors = 4096; tensors <= 4097; tensors++) {
-        n = (size_t)snprintf(text, size, "{\"__metadata__\":{}");
-        for (int i = 0; i < tensors; i++)
-            n += (size_t)snprintf(text + n, size - n, "," TENSOR("t%d", "0", "0, 0"), i);
-        n += (size_t)snprintf(text + n, size - n, "}");
-        write_file(n, text, n, 0);
-        expect("many", tensors == 4096 ? 0 : -EINVAL, tensors == 4096 ? "none" : "more than 4096");
-    }
+    for (int with = 0; with <= 1; with++)
+        for (int tensors = 4096; tensors <= 4097; tensors++) {
+            n = (size_t)snprintf(text, size,
+                                 with ? "{\"__metadata__\":{}" : "{" TENSOR("t", "0", "0, 0"));
+            for (int i = !with; i < tensors; i++)
+                n += (size_t)snprintf(text + n, size - n, "," TENSOR("t%d", "0", "0, 0"), i);
+            n += (size_t)snprintf(text + n, size - n, "}");
+            write_file(n, text, n, 0);
+            expect("many", tensors == 4096 ? 0 : -EINVAL,
+                   tensors == 4096 ? "none" : "more than 4096");
+        }
     for (int length = 256; length <= 257; length++) {
         memset(text, 'n', size);
         n = (size_t)snprintf(text, size, "{\"%0*d\":" F32("0", "0, 0") "}", length, 0);
@@ -333,6 +340,28 @@ static void test_names(void **state)
     unlinkat(dir, "magic", 0);
 }
 
+/* What could not be read back is not written. */
+static void test_large_header(void **state)
+{
+    enum { MANY = 20000 };
+    struct st_tensor *tensors = calloc(MANY, sizeof(*tensors));
+    char(*names)[256] = calloc(MANY, sizeof(*names));
+    struct st_writer *writer;
+    struct report report;
+
+    (void)state;
+    assert_non_null(tensors);
+    assert_non_null(names);
+    for (int i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof(names[i]), "%0200d", i);
+        tensors[i] = (struct st_tensor){.name = names[i], .dtype = "U8", .rank = 1};
+    }
+    assert_int_equal(st_writer_new(file_path, tensors, MANY, &writer, &report), -EINVAL);
+    assert_string_equal(report.text, "the header is too large");
+    free(tensors);
+    free(names);
+}
+
 static int files_in_dir(void)
 {
     DIR *list = opendir(path);
@@ -367,6 +396,10 @@ static void test_writer(void **state)
         .name = "e", .dtype = "F32", .element_bytes = 4, .rank = 1, .dims = {0}};
     static const struct st_tensor twice[] = {{.name = "w", .dtype = "F32"},
                                              {.name = "w", .dtype = "F32"}};
+    static const struct st_tensor too_large[] = {{.name = "a", .dtype = "U8", .size = INT64_MAX},
+                                                 {.name = "b", .dtype = "U8", .size = 1},
+                                                 {.name = "c", .dtype = "U8", .size = UINT64_MAX}};
+    static const struct st_tensor not_utf8 = {.name = "\377", .dtype = "U8"};
     float data[6] = {1, 2, 3, 4, 5, 6}, back[6];
     struct safetensors *file;
     struct st_writer *writer;
@@ -435,6 +468,12 @@ static void test_writer(void **state)
     safetensors_free(file);
     assert_int_equal(st_writer_new(file_path, twice, 2, &writer, &report), -EINVAL);
     assert_string_equal(report.text, "tensor 'w' comes twice");
+    assert_int_equal(st_writer_new(file_path, too_large, 2, &writer, &report), -EINVAL);
+    assert_string_equal(report.text, "tensor 'b' is too large");
+    assert_int_equal(st_writer_new(file_path, too_large + 1, 2, &writer, &report), -EINVAL);
+    assert_string_equal(report.text, "tensor 'c' is too large");
+    assert_int_equal(st_writer_new(file_path, &not_utf8, 1, &writer, &report), -EINVAL);
+    assert_non_null(strstr(report.text, "cannot be described"));
     assert_int_equal(st_writer_new("/tmp/fused-test-no-such-dir/f", tensors, 1, &writer, &report),
                      -ENOENT);
     assert_int_equal(st_writer_new("/dev/full/f", tensors, 1, &writer, &report), -EIO);
@@ -462,9 +501,10 @@ static int teardown(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_lengths), cmocka_unit_test(test_headers),
-        cmocka_unit_test(test_large),   cmocka_unit_test(test_contents),
-        cmocka_unit_test(test_names),   cmocka_unit_test(test_writer),
+        cmocka_unit_test(test_lengths),      cmocka_unit_test(test_headers),
+        cmocka_unit_test(test_large),        cmocka_unit_test(test_contents),
+        cmocka_unit_test(test_names),        cmocka_unit_test(test_writer),
+        cmocka_unit_test(test_large_header),
     };
 
     return cmocka_run_group_tests(tests, setup, teardown);

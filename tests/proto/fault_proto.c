@@ -7,6 +7,7 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -15,6 +16,7 @@
 
 #include "proto/base.h"
 #include "proto/codec.h"
+#include "proto/json.h"
 #include "proto/shm.h"
 #include "proto/wire.h"
 #include "tests/fault.h"
@@ -90,6 +92,37 @@ static int new_codec(void)
     return 0;
 }
 
+static int decode(void)
+{
+    static const uint8_t ping[] = "\x82\xa2id\x01\xa4verb\xa4ping";
+    struct proto_request request;
+    struct codec *codec;
+    const char *reason = NULL;
+    bool has_id;
+    uint64_t id;
+    int r;
+
+    codec = codec_new();
+    if (!codec)
+        return -ENOMEM;
+    r = codec_decode_request(codec, ping, sizeof ping - 1, &request, &has_id, &id, &reason);
+    if (r < 0)
+        assert_string_equal(reason, "out of memory");
+    codec_free(codec);
+    return r;
+}
+
+static int print_json(void)
+{
+    static const uint8_t map[] = "\x81\xa1k\xcb\x3f\xe0\0\0\0\0\0\0";
+    char *json = NULL;
+    int r = json_text(map, sizeof map - 1, &json);
+
+    assert_true((r == 0) == (json != NULL));
+    free(json);
+    return r;
+}
+
 static int pair[2];
 
 static int send_and_receive(void)
@@ -126,7 +159,9 @@ static void test_shm(void **state)
 static void test_codec(void **state)
 {
     (void)state;
-    every_failure(new_codec, 1);
+    every_failure(new_codec, 2);
+    every_failure(decode, 3);
+    every_failure(print_json, 3);
 }
 
 static void test_wire(void **state)

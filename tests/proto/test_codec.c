@@ -13,6 +13,7 @@
 #include "pack.h"
 #include "proto/base.h"
 #include "proto/codec.h"
+#include "proto/json.h"
 #include "proto/scan.h"
 #include "samples.h"
 
@@ -837,9 +838,18 @@ static void expect_reply(const char *text, const char *want)
                  want ? want : "");
 }
 
+#define CONSTANT_REPLY(value)                                                             \
+    "{\"id\": 1, \"verb\": \"infer\", \"result\": {\"output\": {\"dtype\": \"float32\", " \
+    "\"shape\": [1], \"buffer\": 1}, \"offset\": 0, \"queue_us\": 0, \"run_us\": 0, "     \
+    "\"batch_rows\": 1, \"late\": false, \"constant\": " value ", \"full\": 0}}"
+
 static void test_wrong_replies(void **state)
 {
     (void)state;
+    expect_reply(CONSTANT_REPLY("#ca3f000000#"), NULL);
+    expect_reply(CONSTANT_REPLY("#cb3fe0000000000000#"), NULL);
+    expect_reply(CONSTANT_REPLY("1"), "\"constant\" must be");
+    expect_reply(CONSTANT_REPLY("\"0.5\""), "\"constant\" must be");
     expect_reply("{\"id\": 1, \"verb\": \"ping\", \"result\": {}}", NULL);
     expect_reply("{\"id\": 1, \"verb\": \"ping\"}", "\"result\" is missing");
     expect_reply("{\"id\": 1, \"verb\": \"ping\", \"result\": []}", "\"result\" must be");
@@ -887,6 +897,23 @@ static void test_error_texts(void **state)
     n = encode_reply(&reply, bytes, sizeof bytes);
     assert_int_equal(codec_decode_reply(codec, bytes, n, &reply, &reason), 0);
     assert_int_equal(reply.text.n, PROTO_TEXT_MAX - 1); /* '?' and whole characters */
+}
+
+/* The encoder cuts texts; another server may not. */
+static void test_long_error_text(void **state)
+{
+    char text[2000], filler[PROTO_TEXT_MAX + 2];
+
+    (void)state;
+    for (unsigned n = PROTO_TEXT_MAX; n <= PROTO_TEXT_MAX + 1; n++) {
+        memset(filler, 'x', sizeof filler);
+        filler[n] = 0;
+        snprintf(text, sizeof text,
+                 "{\"id\": 1, \"verb\": \"ping\", \"error\": {\"code\": 1, \"name\": \"X\", "
+                 "\"text\": \"%s\"}}",
+                 filler);
+        expect_reply(text, n == PROTO_TEXT_MAX ? NULL : "\"text\" must be");
+    }
 }
 
 static void test_unsound_records(void **state)
@@ -1010,6 +1037,29 @@ static void test_json(void **state)
     assert_int_equal(codec_json(bytes, 1, &json), -EBADMSG);
 }
 
+/* Whoever did not check before is refused all the same. */
+static void test_json_unchecked(void **state)
+{
+    uint8_t bytes[64];
+    size_t n = pack("{\"a\": [1, 2.5, {\"b\": <00>}]}", bytes, sizeof bytes);
+    char *json;
+
+    (void)state;
+    for (size_t cut = 0; cut < n; cut++)
+        assert_int_equal(json_text(bytes, cut, &json), -EBADMSG);
+    assert_int_equal(json_text(bytes, n, &json), 0);
+    assert_string_equal(json, "{\"a\":[1,2.5,{\"b\":\"00\"}]}");
+    free(json);
+    for (size_t depth = PROTO_DEPTH_MAX; depth <= PROTO_DEPTH_MAX + 1; depth++) {
+        memset(bytes, 0x91, depth);
+        bytes[depth] = 0xc0;
+        if (json_text(bytes, depth + 1, &json) == 0)
+            free(json);
+        else
+            assert_int_equal(depth, PROTO_DEPTH_MAX + 1);
+    }
+}
+
 static void test_find(void **state)
 {
     uint8_t bytes[256];
@@ -1028,6 +1078,7 @@ static void test_find(void **state)
     assert_int_equal(scan_find(bytes, n, "limits.x.0", &found, &n_found), 0);
     assert_int_equal(n_found, 1);
     assert_int_equal(scan_find(bytes, n, "models.2.name", &found, &n_found), -ENOENT);
+    assert_int_equal(scan_find(bytes, n, "models.-1", &found, &n_found), -ENOENT);
     assert_int_equal(scan_find(bytes, n, "models.x", &found, &n_found), -ENOENT);
     assert_int_equal(scan_find(bytes, n, "a.b", &found, &n_found), -ENOENT);
     assert_int_equal(scan_find(bytes, n, "nothing", &found, &n_found), -ENOENT);
@@ -1085,6 +1136,8 @@ int main(void)
         cmocka_unit_test(test_doc),
         cmocka_unit_test(test_doc_counts),
         cmocka_unit_test(test_json),
+        cmocka_unit_test(test_json_unchecked),
+        cmocka_unit_test(test_long_error_text),
         cmocka_unit_test(test_find),
         cmocka_unit_test(test_lists),
     };
