@@ -45,6 +45,7 @@ struct client {
     struct fused_buffer *in, *out;
     struct place *places;
     uint8_t *memory; /* inputs and results, where no buffer has them */
+    unsigned number;
     uint64_t random, next_ns;
     int last_code; /* of the answer taken last */
     struct bench_result result;
@@ -140,6 +141,7 @@ static int make_memory(struct client *c)
 {
     const struct bench_load *load = c->run->load;
     uint64_t in = c->run->in_step * load->depth, out = c->run->out_step * load->depth;
+    unsigned device = load->n_devices > 0 ? load->devices[c->number % load->n_devices] : 0;
     uint8_t *x, *y;
     int r = 0;
 
@@ -149,11 +151,11 @@ static int make_memory(struct client *c)
     if (load->place == BENCH_INLINE)
         c->memory = malloc(in + out);
     else if (load->place == BENCH_DEVICE)
-        r = fused_buffer_create_device(c->f, in, &c->in);
+        r = fused_buffer_create_on(c->f, device, in, &c->in);
     else
         r = fused_buffer_create(c->f, in, &c->in);
     if (r == 0 && load->place == BENCH_DEVICE)
-        r = fused_buffer_create_device(c->f, out, &c->out);
+        r = fused_buffer_create_on(c->f, device, out, &c->out);
     else if (r == 0 && load->place == BENCH_BUFFERS)
         r = fused_buffer_create(c->f, out, &c->out);
     if (r != 0 || load->place == BENCH_DEVICE)
@@ -452,6 +454,7 @@ static int open_clients(struct bench_run *run, struct client *clients, char text
 
     for (unsigned k = 0; k < load->n_clients && r == 0; k++) {
         clients[k].run = run;
+        clients[k].number = k;
         clients[k].random = k;
         r = open_client(&clients[k]);
         if (r == 0 && k == 0 && load->verify)

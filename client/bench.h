@@ -9,6 +9,8 @@
 
 #include "client/fused.h"
 
+#define BENCH_DEVICES_MAX 16
+
 enum bench_place { BENCH_BUFFERS, BENCH_INLINE, BENCH_DEVICE };
 
 /* What is asked, the same for every client. */
@@ -18,6 +20,8 @@ struct bench_load {
     uint64_t input_bytes, output_bytes;
     unsigned n_clients, depth; /* depth: requests of one client in flight at most */
     enum bench_place place;
+    unsigned devices[BENCH_DEVICES_MAX]; /* with BENCH_DEVICE: the clients take them in turn */
+    unsigned n_devices;                  /* at least 1 then */
     double rate; /* requests a second, of all clients together; 0: closed loop */
     bool poisson, verify, reconnect;
     uint64_t warm_ns, run_ns; /* not counted, counted */

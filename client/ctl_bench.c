@@ -31,19 +31,8 @@ static bool say(double part, uint64_t n)
     return ctl_interrupted();
 }
 
-static int describe(const struct ctl *ctl, json_t **ret)
+static int understand(char *json, json_t **ret)
 {
-    struct fused *f;
-    char *json = NULL;
-    int r;
-
-    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
-    if (r != CTL_DONE)
-        return r;
-    r = ctl_answer(ctl, f, fused_describe(f, ctl->args[0], &json), NULL);
-    fused_close(f);
-    if (r != CTL_DONE)
-        return r;
     *ret = json_loads(json, JSON_REJECT_DUPLICATES, NULL);
     free(json);
     if (*ret == NULL) {
@@ -51,6 +40,46 @@ static int describe(const struct ctl *ctl, json_t **ret)
         return CTL_NO_SERVER;
     }
     return CTL_DONE;
+}
+
+/* The model, and the state of the server. */
+static int describe(const struct ctl *ctl, json_t **ret, json_t **ret_status)
+{
+    char *model = NULL, *status = NULL;
+    struct fused *f;
+    int r;
+
+    r = ctl_connect(ctl, CTL_QUICK_MS, &f);
+    if (r != CTL_DONE)
+        return r;
+    r = ctl_answer(ctl, f, fused_describe(f, ctl->args[0], &model), NULL);
+    if (r == CTL_DONE)
+        r = ctl_answer(ctl, f, fused_status(f, &status), NULL);
+    fused_close(f);
+    if (r == CTL_DONE)
+        r = understand(take_ptr(model), ret);
+    if (r == CTL_DONE)
+        r = understand(take_ptr(status), ret_status);
+    free(model);
+    free(status);
+    return r;
+}
+
+/* Those of the server's devices that the model is on: the server names them by other numbers. */
+static void find_devices(json_t *model, json_t *status, struct bench_load *load)
+{
+    json_t *on = json_object_get(model, "devices"), *place, *device;
+    size_t i, k;
+
+    json_array_foreach(json_object_get(status, "devices"), i, device)
+    {
+        json_array_foreach(on, k, place)
+        {
+            if (json_equal(place, json_object_get(device, "index")) &&
+                load->n_devices < BENCH_DEVICES_MAX)
+                load->devices[load->n_devices++] = (unsigned)i;
+        }
+    }
 }
 
 static int fill_tensor(const struct ctl *ctl, json_t *model, const char *key,
@@ -246,17 +275,20 @@ static int run_bench(struct ctl *ctl)
         .warm_ns = (uint64_t)(warm * 1e9),
         .run_ns = (uint64_t)(seconds * 1e9),
     };
-    json_t *model = NULL;
+    json_t *model = NULL, *status = NULL;
     int r;
 
-    r = describe(ctl, &model);
+    r = describe(ctl, &model, &status);
     if (r == CTL_DONE)
         r = fill_tensor(ctl, model, "input", &load.input, &load.input_bytes);
     if (r == CTL_DONE)
         r = fill_tensor(ctl, model, "output", &load.output, &load.output_bytes);
-    if (r == CTL_DONE)
+    if (r == CTL_DONE) {
+        find_devices(model, status, &load);
         r = run_load(ctl, &load, ctl_uint(model, "max_rows"));
+    }
     json_decref(model);
+    json_decref(status);
     return r;
 }
 
@@ -271,7 +303,8 @@ static const struct argp_option options[] = {
     {"duration", CTL_KEY_DURATION, "S", 0, "Seconds that count (default 5)", 2},
     {"buffers", CTL_KEY_BUFFERS, NULL, 0, "Tensors in shared memory (default)", 3},
     {"inline", CTL_KEY_INLINE, NULL, 0, "Tensors in the messages", 3},
-    {"device", CTL_KEY_DEVICE, NULL, 0, "Tensors in the GPU's memory (inputs are zeros)", 3},
+    {"device", CTL_KEY_DEVICE, NULL, 0,
+     "Tensors in the GPU's memory (inputs are zeros), of several GPUs in turn", 3},
     {"verify", CTL_KEY_VERIFY, NULL, 0, "Compare each answer with that of its input alone", 4},
     {"reconnect", CTL_KEY_RECONNECT, NULL, 0, "Come back when the server restarts", 4},
     {0},

@@ -18,6 +18,18 @@ static void label(const char *text)
     printf("%-11s ", text);
 }
 
+/* What it did, where there are several to compare. */
+static void print_work(json_t *device)
+{
+    char text[CTL_TEXT_MAX];
+
+    label("");
+    printf("index %" PRIu64 ", %" PRIu64 " in flight, %" PRIu64 " batches, %" PRIu64
+           " rows so far, %s resident\n",
+           ctl_uint(device, "index"), ctl_uint(device, "in_flight"), ctl_uint(device, "batches"),
+           ctl_uint(device, "rows"), ctl_bytes(ctl_uint(device, "resident_bytes"), text));
+}
+
 static void print_device(json_t *device)
 {
     static const struct {
@@ -99,7 +111,12 @@ static void print_status(json_t *status)
     if (json_is_string(json_object_get(status, "fallback")))
         printf(" (%s)", ctl_str(status, "fallback"));
     printf(", log level %s\n", ctl_str(status, "log_level"));
-    json_array_foreach(devices, i, device) print_device(device);
+    json_array_foreach(devices, i, device)
+    {
+        print_device(device);
+        if (json_array_size(devices) > 1)
+            print_work(device);
+    }
     label("models");
     printf("%" PRIu64 ", %s resident, %s of work space\n", ctl_uint(status, "models"),
            ctl_bytes(ctl_uint(status, "resident_bytes"), a),

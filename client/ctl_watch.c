@@ -234,6 +234,40 @@ static void head(FILE *out, const char *name, const char *type, const char *help
     fprintf(out, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
 }
 
+static void put_devices(FILE *out, json_t *status)
+{
+    static const struct {
+        const char *name, *type, *key, *help;
+    } rows[] = {
+        {"fused_device_memory_free_bytes", "gauge", "memory_free_bytes",
+         "Free memory of the device."},
+        {"fused_device_batches_in_flight", "gauge", "in_flight", "Batches that it has to do."},
+        {"fused_device_batches_total", "counter", "batches", "Batches that it has begun."},
+        {"fused_device_rows_total", "counter", "rows", "Rows that it has computed."},
+    };
+    json_t *devices = json_object_get(status, "devices"), *device;
+    size_t k;
+
+    for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
+        bool has_head = false;
+
+        json_array_foreach(devices, k, device)
+        {
+            if (i == 0 && ctl_uint(device, "memory_total_bytes") == 0)
+                continue; /* a device without memory of its own */
+            if (!has_head)
+                head(out, rows[i].name, rows[i].type, rows[i].help);
+            has_head = true;
+            fprintf(out, "%s{index=\"%" PRIu64 "\",device=", rows[i].name,
+                    ctl_uint(device, "index"));
+            put_label(out, ctl_str(device, "name"));
+            fputs(",backend=", out);
+            put_label(out, ctl_str(status, "backend"));
+            fprintf(out, "} %" PRIu64 "\n", ctl_uint(device, rows[i].key));
+        }
+    }
+}
+
 static void put_status(FILE *out, json_t *status)
 {
     static const struct {
@@ -251,8 +285,6 @@ static void put_status(FILE *out, json_t *status)
         {"fused_answered_total", "counter", "totals", "answered", "Inferences answered."},
         {"fused_refused_total", "counter", "totals", "refused", "Inferences ended by an error."},
     };
-    json_t *devices = json_object_get(status, "devices"), *device;
-    bool has_memory = false;
     size_t i;
 
     head(out, "fused_ready", "gauge", "1: a request would be taken now.");
@@ -263,19 +295,7 @@ static void put_status(FILE *out, json_t *status)
         head(out, rows[i].name, rows[i].type, rows[i].help);
         fprintf(out, "%s %" PRIu64 "\n", rows[i].name, ctl_uint(from, rows[i].key));
     }
-    json_array_foreach(devices, i, device)
-    {
-        if (ctl_uint(device, "memory_total_bytes") == 0)
-            continue; /* a device without memory of its own */
-        if (!has_memory)
-            head(out, "fused_device_memory_free_bytes", "gauge", "Free memory of the device.");
-        has_memory = true;
-        fputs("fused_device_memory_free_bytes{device=", out);
-        put_label(out, ctl_str(device, "name"));
-        fprintf(out, ",backend=");
-        put_label(out, ctl_str(status, "backend"));
-        fprintf(out, "} %" PRIu64 "\n", ctl_uint(device, "memory_free_bytes"));
-    }
+    put_devices(out, status);
 }
 
 /* name{model="...",key="value"} */

@@ -324,23 +324,30 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
     return register_shm(f, &shm, ret);
 }
 
-/* The uuid of the server's device, as hello told it. */
-static void device_uuid(const struct fused *f, char *to, size_t size)
+/* The uuid of one of the server's devices, as hello told it. */
+static void device_uuid(const struct fused *f, unsigned device, char *to, size_t size)
 {
+    char path[40];
     struct scan_item item;
     const uint8_t *found;
     size_t n, pos = 0;
 
     to[0] = '\0';
-    if (scan_find(f->hello, f->n_hello, "devices.0.uuid", &found, &n) == 0 &&
+    snprintf(path, sizeof path, "devices.%u.uuid", device);
+    if (scan_find(f->hello, f->n_hello, path, &found, &n) == 0 &&
         scan_item(found, n, &pos, &item) == 0 && item.type == SCAN_STR)
         snprintf(to, size, "%.*s", (int)item.raw.n, (const char *)item.raw.bytes);
 }
 
 int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer **ret)
 {
+    return fused_buffer_create_on(f, 0, size, ret);
+}
+
+int fused_buffer_create_on(struct fused *f, unsigned device, size_t size, struct fused_buffer **ret)
+{
     struct proto_request request = {.verb = VERB_BUFFER_CREATE,
-                                    .buffer_create = {size, BUFFER_CUDA}};
+                                    .buffer_create = {size, BUFFER_CUDA, device}};
     struct shm none = {.fd = -1, .size = size};
     _cleanup_close_ int fd = -1;
     struct device_map *map = NULL;
@@ -357,7 +364,7 @@ int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer
     fd = take_fd(&f->reply_fd);
     if (f->reply.buffer.size_bytes != size || fd < 0)
         return link_break(f, -EPROTO, "the server broke the protocol: not the buffer asked for");
-    device_uuid(f, uuid, sizeof uuid);
+    device_uuid(f, device, uuid, sizeof uuid);
     r = device_map(fd, size, uuid, &map, &reason);
     if (r < 0) {
         link_release(f, f->reply.buffer.buffer);

@@ -157,6 +157,12 @@ int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_
  */
 int fused_buffer_create_device(struct fused *f, size_t size, struct fused_buffer **ret);
 
+/* The same on one of several GPUs: `device` counts the server's from 0, in the order of its hello.
+ * Requests on such memory run there, if the model is on that GPU; else they get FUSED_BAD_BUFFER.
+ */
+int fused_buffer_create_on(struct fused *f, unsigned device, size_t size,
+                           struct fused_buffer **ret);
+
 /* Its address on the GPU (a CUdeviceptr), in every context of this process on that GPU, until
  * fused_buffer_free(); 0 for a buffer of host pages. What the server writes is there once the
  * answer has come; what you write must be there (synchronise your stream) before you send. */
