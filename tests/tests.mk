@@ -38,7 +38,7 @@ TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a))) $(FUZZ:%=$(B)/tests/fuzz/%)
 CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh tests/hostile/*.sh tests/service/*.sh)
 RUN := B=$(B) tests/run.sh
 
-tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load stage ## build the test programs
+tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load $(B)/tests/service/hold stage ## build the test programs
 
 # Tests of the daemon start it, on the scripted backend too.
 $(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so
@@ -56,11 +56,16 @@ $(B)/fake-backend.so: $(call obj,tests/fake_backend.c) $(B)/libcpu.a $(B)/libker
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ $(LIBS_kernels)
 
-# Tests of the service: traffic for it, and what a package would install.
+# Tests of the service: traffic for it, a thread that hangs, and what a package would install.
 $(B)/tests/service/load: $(call obj,tests/service/load.c) $(B)/libfused.a $(B)/libproto.a
 	@mkdir -p $(@D)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto) -pthread
+
+$(B)/tests/service/hold: $(call obj,tests/service/hold.c)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^
 
 stage: all
 	$(Q)rm -rf $(B)/stage

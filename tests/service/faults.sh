@@ -32,6 +32,42 @@ stopped_daemon() {
     is NRestarts 1
 }
 
+# One thread of the daemon stands still, all others run.
+hold() { # [THREAD]
+    "$B/tests/service/hold" "$pid" "$@" >"$place/held" &
+    soon 2 grep -q held "$place/held"
+}
+
+# All of it hangs for those outside, though helpers and engine run: the sign of life is the loop's.
+blocked_loop() {
+    begin ""
+    systemctl stop fused.service
+    dropin watchdog "[Service]" WatchdogSec=1
+    infer
+    pid=$(property MainPID)
+    traffic 5000 2
+    sleep 0.3
+    hold
+    soon 7 served_by_another "$pid"
+    matches "$(journal)" 'Watchdog timeout'
+    traffic_counts
+    at_most "$(field gap_ms "$counts")" 4000
+    is NRestarts 1
+}
+
+# A driver's call that never returns: the loop turns, and sees that a batch is too old.
+blocked_engine() {
+    begin delay_ms=100
+    traffic 2500 2
+    sleep 0.3
+    hold engine
+    soon 5 served_by_another "$pid"
+    matches "$(journal)" 'status=70'
+    traffic_counts
+    [ "$(field gpu_lost "$counts")" -ge 1 ]
+    journal_has device.lost
+}
+
 no_core_is_left() {
     equals "$(find / -xdev -name 'core*' -newer "$place" -type f -size +100k 2>/dev/null | wc -l)" 0
     matches "$(journal)" 'status=6/ABRT'
@@ -78,6 +114,8 @@ killed() {
 
 
 it "stopped (SIGSTOP): the watchdog ends it, and it is back" stopped_daemon
+it "its loop alone is blocked: the watchdog ends it, and it is back" blocked_loop
+it "its engine alone is blocked: GPU_LOST, 70, and it is back" blocked_engine
 it "ended by SIGABRT without a core file" no_core_is_left
 it "a stuck batch: GPU_LOST, 70, and it is back" stuck_batch
 it "a lost device: GPU_LOST, 70, and it is back" lost_device
