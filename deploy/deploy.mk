@@ -56,4 +56,12 @@ install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(Q)$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/fused/models.d $(DESTDIR)$(LOCALSTATEDIR)/lib/fused/weights
 	$(Q)c=$(DESTDIR)$(SYSCONFDIR)/fused/fused.conf; [ -e $$c ] || { sed $(CONF_FOR) config/fused.conf >$$c && chmod 644 $$c; }
 
-.PHONY: deps deps-if-missing install install-service
+# Who answers for the package: whoever publishes one gives a name and an address.
+MAINTAINER ?= fused maintainers <maintainers@fused.invalid>
+
+deb: ## a Debian package of it under $(B)
+	$(Q)rm -rf $(B)/deb
+	$(Q)$(MAKE) --no-print-directory install DESTDIR=$(abspath $(B))/deb/root PREFIX=/usr
+	$(Q)B=$(B) deploy/deb.sh $(VERSION) '$(MAINTAINER)'
+
+.PHONY: deps deps-if-missing install install-service deb

@@ -14,6 +14,7 @@ packages=(
     libcmocka-dev     # C tests
     bats              # tests of the command line
     scdoc             # manuals
+    dpkg-dev          # dependencies of the package that make deb builds
     strace            # failing system calls in tests
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev # fuzzing, format, lint
     util-linux procps # setpriv, unshare, flock: tests of other users and of the service

@@ -38,7 +38,7 @@ TESTS := $(foreach a,$(TEST_AREAS),$(TESTS_$(a))) $(FUZZ:%=$(B)/tests/fuzz/%)
 CLI_TESTS := $(wildcard tests/cli/*.bats) $(wildcard tests/client/*.sh tests/hostile/*.sh tests/service/*.sh)
 RUN := B=$(B) tests/run.sh
 
-tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load $(B)/tests/service/hold stage ## build the test programs
+tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load $(B)/tests/service/hold stage $(if $(shell command -v dpkg-shlibdeps),deb) ## build the test programs
 
 # Tests of the daemon start it, on the scripted backend too.
 $(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so

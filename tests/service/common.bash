@@ -141,13 +141,18 @@ mark() {
 
 # ---- installation ----
 
-# What a package and an administrator do: files, users, directories, models. Nothing is started.
+# What a package and an administrator do: files, users, directories, models. Nothing is started. With $package it is that
+# one that does the first part.
 install_fused() {
     systemctl log-target journal
     systemctl log-level info
-    cp -a "$B/stage/." /
-    systemd-sysusers 2>/dev/null
-    systemd-tmpfiles --create fused.conf
+    if [ -n "${package:-}" ]; then
+        dpkg -i "$package" >/dev/null
+    else
+        cp -a "$B/stage/." /
+        systemd-sysusers 2>/dev/null
+        systemd-tmpfiles --create fused.conf
+    fi
     useradd -M -U -G fused member
     useradd -M -U outsider
     serve_model $model
