@@ -8,14 +8,18 @@ name=fused-bundle limit=$((60 << 20))
 to=$B/$name
 rm -rf "$to"
 mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench"
-programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/gpu/test_gpu tests/gpu/test_gpu_golden
-    tests/gpu/test_gpu_random tests/gpu/eval_gpu tests/bench/bench_gpu tests/demo)
+programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/demo tests/bench/bench_gpu)
+for p in test_gpu test_gpu_golden test_gpu_random test_gpu_small eval_gpu way_gpu drive filter; do
+    programs+=("tests/gpu/$p")
+done
 for p in "${programs[@]}"; do
     [ -e "$B/$p" ] || { echo "bundle.sh: there is no $B/$p" >&2; exit 1; }
     cp -L "$B/$p" "$to/$p"
     strip --strip-debug "$to/$p"
 done
-cp tests/gpu/run.sh tests/gpu/torch_check.py "$to/tests/gpu/"
+cp tests/gpu/run.sh tests/gpu/serve.sh tests/gpu/torch_check.py "$to/tests/gpu/"
+# Without systemd here, serve.sh leaves the filter of system calls out.
+tests/gpu/syscalls.sh >"$to/tests/gpu/syscalls" || rm -f "$to/tests/gpu/syscalls"
 cp tests/bench/torch_gpu.py "$to/tests/bench/"
 cp tests/demo.sh "$to/tests/"
 cp -r tests/golden "$to/tests/"

@@ -34,7 +34,7 @@ $(B)/fused-cuda-faulty.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faulty.cu) 
 	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -shared -Wl,-z,defs -o $@ $^ $(LIBS_cuda)
 
 # Programs that open the backend at run time. They also run from the bundle, with its libraries in lib/.
-GPU_PROGRAMS := $(foreach t,test_gpu test_gpu_golden test_gpu_random eval_gpu,$(B)/tests/gpu/$(t)) \
+GPU_PROGRAMS := $(foreach t,test_gpu test_gpu_golden test_gpu_random test_gpu_small eval_gpu way_gpu,$(B)/tests/gpu/$(t)) \
                 $(B)/tests/bench/bench_gpu
 define gpu_program
 $(1): $$(patsubst $(B)/%,$(B)/obj/%.c.o,$(1)) $(B)/libcpu.a $(B)/libkernels.a
@@ -44,8 +44,19 @@ $(1): $$(patsubst $(B)/%,$(B)/obj/%.c.o,$(1)) $(B)/libcpu.a $(B)/libkernels.a
 endef
 $(foreach p,$(GPU_PROGRAMS),$(eval $(call gpu_program,$(p))))
 
+# What serve.sh asks of daemons.
+$(B)/tests/gpu/drive: $(call obj,tests/gpu/drive.c) $(B)/libfused.a $(B)/libkernels.a $(B)/libproto.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -Wl,-rpath,'$$ORIGIN/../../lib' -o $@ $^ -lcmocka -ldl $(LIBS_kernels) $(LIBS_proto)
+
+$(B)/tests/gpu/filter: $(call obj,tests/gpu/filter.c)
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^
+
 .PHONY: gpu check-gpu check-sanitizer bench-gpu bundle
-gpu: $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS)
+gpu: $(B)/fused $(B)/fusectl $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS) $(B)/tests/gpu/drive $(B)/tests/gpu/filter
 
 check-gpu: gpu ## the GPU tests
 	$(Q)B=$(B) tests/gpu/run.sh check

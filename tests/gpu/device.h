@@ -117,19 +117,22 @@ static inline struct plan *device_load(const struct device *device, const struct
     return plan;
 }
 
-/* Bytes between host and device memory, by the driver itself. */
+/* Bytes between host and device memory, by the driver itself. A copy from pageable memory may
+ * return before its last bytes are on the device, and slots wait for no other stream. */
 static inline void device_copy(void *to, const void *from, size_t size)
 {
-    static int (*copy)(uint64_t, uint64_t, size_t);
+    static int (*copy)(uint64_t, uint64_t, size_t), (*synchronize)(void *);
 
     if (!copy) {
         void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
 
         assert_non_null(driver);
         *(void **)&copy = dlsym(driver, "cuMemcpy");
-        assert_non_null(copy);
+        *(void **)&synchronize = dlsym(driver, "cuStreamSynchronize");
+        assert_true(copy && synchronize);
     }
     assert_int_equal(copy((uint64_t)to, (uint64_t)from, size), 0);
+    assert_int_equal(synchronize(NULL), 0);
 }
 
 /* Memory that the device knows: pinned pages (on_device false) or device memory. */

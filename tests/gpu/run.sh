@@ -35,22 +35,56 @@ summary() {
     [ "$failed" = 0 ]
 }
 
+# ---- several at a time, each with a log of its own; in the order of their starts when all have ended ----
+
+logs='' names=()
+beside() { # SECONDS NAME COMMAND...
+    local log=$logs/${#names[@]}
+    names+=("$2")
+    while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-8}" ]; do wait -n; done
+    (
+        began=$SECONDS
+        timeout -k 5 "$1" "${@:3}" </dev/null >"$log" 2>&1
+        echo "$? $((SECONDS - began))" >"$log.rc"
+    ) &
+}
+all_ended() {
+    local i r s
+    wait
+    for i in "${!names[@]}"; do
+        read -r r s <"$logs/$i.rc"
+        case $r in
+        0) passed=$((passed + 1)) ;;
+        77) skipped=$((skipped + 1)) ;;
+        *) failed=$((failed + 1)) && tail -n 25 "$logs/$i" ;;
+        esac
+        echo "status $r: ${names[i]}, $s s: $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$i" | sed 's/^=* //' | tail -n 1)"
+    done
+}
+
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary
     ;;
 sanitizer)
+    # The tools slow kernels down up to a thousand times: small cases. For racecheck those of test_gpu_small alone.
+    logs=$(mktemp -d) && trap 'rm -rf "$logs"' EXIT
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-    # Small tests: the tools slow kernels down up to a thousand times, and racecheck does not end on the golden cases.
-    for tool in memcheck initcheck synccheck racecheck; do
-        [ $tool = racecheck ] ||
-            one 100 "$tool: golden" "$sanitizer" --tool $tool --error-exitcode 9 "$B/tests/gpu/test_gpu_golden"
-        for t in test_guard test_compact_a test_compact_b; do
-            TESTS=$t one 100 "$tool: $t" "$sanitizer" --tool $tool --error-exitcode 9 "$B/tests/gpu/test_gpu"
+    for tool in racecheck memcheck initcheck synccheck; do
+        run=("$sanitizer" --tool "$tool" --error-exitcode 9)
+        for t in narrow wide kinds library conv conv_library norm points constant; do
+            beside "${LIMIT_S:-120}" "$tool: small_$t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_gpu_small"
+        done
+        [ $tool != racecheck ] || continue
+        beside "${LIMIT_S:-120}" "$tool: golden" "${run[@]}" "$B/tests/gpu/test_gpu_golden"
+        for t in guard compact_a compact_b overflow parts; do
+            beside "${LIMIT_S:-120}" "$tool: test_$t" env TESTS=test_$t "${run[@]}" "$B/tests/gpu/test_gpu"
         done
     done
+    all_ended
     summary
     ;;
 bench)

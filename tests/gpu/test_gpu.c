@@ -328,6 +328,123 @@ static void test_slots(void **state)
     free(want);
 }
 
+/* Parts of one request, each on a slot of its own, are the same as the request. */
+static void check_parts(const struct pipeline *pipeline, uint32_t rows, bool train, int kind)
+{
+    struct device *device = device_get();
+    struct plan *plan = device_load(device, pipeline, 128);
+    const uint32_t ends[] = {0, 100, 228, rows};
+    size_t in = (size_t)shape_elements(&pipeline->in) * 4 * rows;
+    size_t out = (size_t)shape_elements(&pipeline->out) * 4 * rows;
+    struct region region = region_new(device, in + out, kind == 2);
+    float *x = array(in, 1), *want = array(out, 1), *y = array(out, 1);
+    struct job whole = {.x = x, .y = want, .y_size = out, .rows = rows, .train = train, .seed = 3};
+    struct batch batches[3];
+    struct job parts[3];
+
+    models_input(x, in / 4, 5, -0.5f);
+    device_run_in(device, plan, &whole, 1, &in, kind, 0);
+    assert_int_equal(whole.result, 0);
+    device_copy(region.at, x, in);
+    memset(y, 0xff, out);
+    device_copy(region.at + in, y, out);
+    for (int i = 0; i < 3; i++) {
+        parts[i] = whole;
+        parts[i].x = region.at;
+        parts[i].y = region.at + in;
+        parts[i].x_memory = parts[i].y_memory = region.memory;
+        parts[i].first_row = ends[i];
+        parts[i].part_rows = ends[i + 1] - ends[i];
+        batches[i] = (struct batch){
+            .plan = plan, .jobs = &parts[i], .n_jobs = 1, .rows = parts[i].part_rows};
+        assert_int_equal(device->ops->start(device->backend, (unsigned)i, &batches[i]), 0);
+    }
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(device_wait(device, (unsigned)i, 10), 1);
+        assert_int_equal(parts[i].result, 0);
+    }
+    device_copy(y, region.at + in, out);
+    same("in parts", want, y, out / 4);
+    region_free(device, &region);
+    device->ops->unload(device->backend, plan);
+    free(x);
+    free(want);
+    free(y);
+}
+
+static void test_parts(void **state)
+{
+    struct pipeline *a = models_a(&fixture, "float32", "fp32", 128, 2048, 128);
+    struct pipeline *b = models_b(&fixture, true, 5, 9, 12, "0.0");
+    struct pipeline *full = models_b(&fixture, false, 5, 9, 12, "0.5");
+
+    (void)state;
+    for (int kind = 1; kind < 3; kind++) {
+        check_parts(a, 333, false, kind); /* strided, by the copy engine */
+        check_parts(b, 301, true, kind);
+        check_parts(full, 301, true, kind);
+    }
+    pipeline_free(a);
+    pipeline_free(b);
+    pipeline_free(full);
+}
+
+/* Many requests in no buffer, and a device that is busy: start and poll copy what they must, and
+ * never wait for the device. */
+static void test_never_waits(void **state)
+{
+    enum { K = 8192, C = 2048, BUSY = 16384, PLAIN = 512 };
+    struct device *device = device_get();
+    struct pipeline *pipeline = models_a(&fixture, "float32", "fp32", K, C, 128);
+    struct plan *plan = device_load(device, pipeline, BUSY);
+    struct region region = region_new(device, (size_t)BUSY * (K + C) * 4, true);
+    float *x = array((size_t)PLAIN * K, 4), *y = array((size_t)PLAIN * C, 4);
+    struct job busy = {.x = region.at,
+                       .y = region.at + (size_t)BUSY * K * 4,
+                       .y_size = (uint64_t)BUSY * C * 4,
+                       .x_memory = region.memory,
+                       .y_memory = region.memory,
+                       .rows = BUSY};
+    struct job *jobs = array(PLAIN, sizeof(*jobs));
+    struct batch batches[2] = {
+        {.plan = plan, .jobs = &busy, .n_jobs = 1, .rows = BUSY},
+        {.plan = plan, .jobs = jobs, .n_jobs = PLAIN, .rows = PLAIN},
+    };
+    double began, took, longest = 0;
+    int r;
+
+    (void)state;
+    models_input(x, (size_t)PLAIN * K, 1, 0);
+    for (int i = 0; i < PLAIN; i++)
+        jobs[i] = (struct job){
+            .x = x + (size_t)i * K, .y = y + (size_t)i * C, .y_size = (uint64_t)C * 4, .rows = 1};
+    for (int round = 0; round < 3; round++) { /* the first touches pages */
+        longest = 0;
+        assert_int_equal(device->ops->start(device->backend, 0, &batches[0]), 0);
+        began = device_now();
+        assert_int_equal(device->ops->start(device->backend, 1, &batches[1]), 0);
+        longest = device_now() - began;
+        do {
+            took = device_now();
+            r = device->ops->poll(device->backend, 1);
+            took = device_now() - took;
+            longest = took > longest ? took : longest;
+        } while (r == 0);
+        assert_int_equal(r, 1);
+        took = device_now() - began;
+        assert_int_equal(device_wait(device, 0, 10), 1);
+    }
+    printf("%d plain requests took %.2f ms beside %d rows, the longest call %.2f ms\n", PLAIN,
+           took * 1e3, BUSY, longest * 1e3);
+    assert_true(longest < 1.5e-3);
+    region_free(device, &region);
+    device->ops->unload(device->backend, plan);
+    pipeline_free(pipeline);
+    free(x);
+    free(y);
+    free(jobs);
+}
+
 /* The guard: what the proof gives is what the full path gives, for every kind of sample. */
 static void test_guard(void **state)
 {
@@ -830,6 +947,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_refusals),    cmocka_unit_test(test_device_memory),
         cmocka_unit_test(test_masks),       cmocka_unit_test(test_accuracy),
         cmocka_unit_test(test_faults),      cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_parts),       cmocka_unit_test(test_never_waits),
     };
     int r;
 

@@ -1,0 +1,202 @@
+/*
+ * One small case for every family of kernels, against the plain stages: what the tools of
+ * compute-sanitizer can look at within seconds. TESTS chooses by name.
+ */
+#include "tests/gpu/device.h"
+
+#define backend_cpu device_sync
+#include "tests/cpu/chain.h"
+
+#include "kernels/reference.h"
+
+#define MODEL(dtype, precision, input)                                        \
+    "name = \"m\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"" dtype "\";" \
+    "precision = \"" precision "\"; input = { shape = [" input "]; }; stages = ("
+#define LINEAR(out)  "{ op = \"linear\"; weight = \"w\"; bias = \"b\"; out = " out "; },"
+#define CONV3D(out)  "{ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = " out "; kernel = 3; "
+#define NORM(groups) "{ op = \"group_norm\"; groups = " groups "; weight = \"g\"; bias = \"h\"; },"
+#define AMIN         "{ op = \"amin\"; dim = 1; keepdim = true; },"
+#define OUTER(shape) "{ op = \"add\"; tensor = \"t\"; shape = [" shape "]; });"
+#define POINTS(minimum)                                                                      \
+    "{ op = \"minimum\"; value = " minimum "; }, { op = \"clamp\"; min = 0.0; max = 1.0; }," \
+    "{ op = \"dropout\"; p = 0.2; });"
+
+static struct fixture fixture;
+
+static void check(const struct pipeline *pipeline, const struct job *job, double tolerance)
+{
+    struct reference_run how = {
+        .rows = job->rows, .train = job->train, .seed = job->seed, .offset = job->offset};
+    size_t n_in = job->rows * (size_t)shape_elements(&pipeline->in);
+    size_t n_out = job->rows * (size_t)shape_elements(&pipeline->out);
+    float *x = chain_alloc(n_in * sizeof(*x)), *y = chain_alloc(n_out * sizeof(*y));
+    double *want = chain_alloc(n_out * sizeof(*want));
+    struct report report;
+
+    tensor_to_float(pipeline->dtype, job->x, x, n_in);
+    tensor_to_float(pipeline->dtype, job->y, y, n_out);
+    if (reference_run(pipeline, pipeline->n_stages, &how, x, want, false, &report) < 0)
+        fail_msg("%s", report.text);
+    for (size_t i = 0; i < n_out; i++)
+        if (isnan(want[i]) != isnan(y[i]) ||
+            (!isnan(want[i]) && want[i] != y[i] &&
+             !(fabs(want[i] - y[i]) <= tolerance * (1 + fabs(want[i])))))
+            fail_msg("y[%zu] of %u rows is %.9g, not %.9g", i, job->rows, (double)y[i], want[i]);
+    free(x);
+    free(y);
+    free(want);
+}
+
+/* Batches of one, then of two requests; each lies in another kind of memory than the one before.
+ * With `spoilt`, NaN, an infinity and a number beyond any proof's bound in some rows. */
+static void run(const char *text, const uint32_t *rows, int n, bool train, bool spoilt,
+                double tolerance)
+{
+    static const float bad[] = {NAN, 3e38f, -INFINITY};
+    struct pipeline *pipeline;
+    struct report report;
+    struct chain chain;
+    uint64_t state = 5;
+
+    if (fixture_build(&fixture, text, chain_weight, &pipeline, &report) < 0)
+        fail_msg("%s", report.text);
+    chain_open(pipeline, 1, 1024, &chain);
+    for (int i = 0; i < n; i++) {
+        struct job jobs[2];
+        unsigned n_jobs = 1 + i % 2;
+
+        for (unsigned k = 0; k < n_jobs; k++) {
+            void *x = chain_input(pipeline, rows[i], &state);
+
+            for (uint32_t row = 0; spoilt && row < 3 && row < rows[i]; row++)
+                tensor_from_float(pipeline->dtype, &bad[row],
+                                  (char *)x + row * chain_in_bytes(pipeline), 1);
+            jobs[k] =
+                chain_job(pipeline, x, chain_alloc(rows[i] * chain_out_bytes(pipeline)), rows[i]);
+            jobs[k].train = train;
+            jobs[k].seed = 7;
+            jobs[k].offset = 4 * k;
+        }
+        chain_batch(&chain, jobs, n_jobs);
+        for (unsigned k = 0; k < n_jobs; k++) {
+            assert_int_equal(jobs[k].result, 0);
+            check(pipeline, &jobs[k], tolerance);
+            free((void *)jobs[k].x);
+            free(jobs[k].y);
+        }
+    }
+    chain_close(&chain);
+    pipeline_free(pipeline);
+}
+
+#define RUN(text, train, spoilt, tolerance, ...) \
+    run(text, (const uint32_t[]){__VA_ARGS__},   \
+        (int)(sizeof((uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t)), train, spoilt, tolerance)
+
+/* linear, group_norm and amin in registers: tiles of 8 to 128 rows. The smallest K that it takes.
+ */
+static void small_narrow(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "128") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        true, 1e-4, 3, 7, 40, 100);
+}
+
+/* The same with more rows: a few more than narrow tiles take, whole waves, and what is left. */
+static void small_wide(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "128") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        true, 1e-4, 150, 600);
+}
+
+static void small_kinds(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "tf32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        false, 1e-2, 5, 150, 512);
+    RUN(MODEL("float16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        false, 1e-2, 5, 150, 512);
+    RUN(MODEL("bfloat16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        false, 5e-2, 5, 150, 512);
+}
+
+/* Products by cuBLASLt, between kernels of ours: split, pad, centre, finish, norm and minimum. */
+static void small_library(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "37") LINEAR("96") NORM("12") AMIN OUTER("96"), false, true, 1e-4,
+        5, 21);
+    RUN(MODEL("float32", "tf32", "37") LINEAR("24") "{ op = \"clamp\"; min = 0.0; });", false, true,
+        1e-2, 5, 21);
+    RUN(MODEL("bfloat16", "fp32", "37") LINEAR("24") "{ op = \"clamp\"; min = 0.0; });", false,
+        false, 5e-2, 5);
+}
+
+static void small_conv(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
+        true, 1e-4, 1, 4);
+    RUN(MODEL("float16", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
+        false, 1e-2, 2);
+}
+
+/* cuDNN's, and the bias behind it. */
+static void small_conv_library(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "2, 5, 9, 11") CONV3D("6") "stride = 2; padding = 1; }," NORM("3")
+            POINTS("0.5"),
+        false, false, 1e-4, 1, 4);
+}
+
+/* Groups of a warp, and of several blocks. */
+static void small_norm(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "6, 50") NORM("3") POINTS("0.5"), true, true, 1e-4, 1, 9);
+    RUN(MODEL("float32", "fp32", "4, 15, 20, 30") NORM("2") POINTS("0.5"), true, false, 1e-4, 1, 3);
+}
+
+static void small_points(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "7, 33") "{ op = \"amin\"; dim = 1; }," OUTER("3, 1, 33"), false,
+        true, 1e-6, 1, 9);
+    RUN(MODEL("float32", "fp32", "70, 3") "{ op = \"amin\"; dim = 1; }," POINTS("0.5"), true, true,
+        1e-6, 1, 9);
+    RUN(MODEL("bfloat16", "fp32",
+              "9, 5") "{ op = \"add\"; tensor = \"t\"; shape = [9, 1]; }," POINTS("0.5"),
+        true, true, 1e-2, 1, 9);
+}
+
+/* The guard, the fill, and the full path of rows that the guard stops. */
+static void small_constant(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.0"), true,
+        true, 1e-4, 1, 9);
+    RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.0"), false,
+        true, 1e-4, 9);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(small_narrow),   cmocka_unit_test(small_wide),
+        cmocka_unit_test(small_kinds),    cmocka_unit_test(small_library),
+        cmocka_unit_test(small_conv),     cmocka_unit_test(small_conv_library),
+        cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
+        cmocka_unit_test(small_constant),
+    };
+    int r;
+
+    device_get();
+    fixture_make(&fixture);
+    if (getenv("TESTS"))
+        cmocka_set_test_filter(getenv("TESTS"));
+    r = cmocka_run_group_tests(tests, NULL, NULL);
+    fixture_remove(&fixture);
+    return r;
+}
