@@ -2,9 +2,11 @@
  * conn.c - datagrams in, replies out
  *
  * A readable connection is read a few datagrams at a time, and only one once its uid has read a few
- * in this turn of the loop, so that a flood does not hold up the others. Whatever arrives is either
- * dispatched or refused; a received descriptor belongs to the datagram that it came with and is
- * closed with it, unless the verb took it.
+ * in this turn of the loop, so that a flood does not hold up the others. Refusing costs time too,
+ * on both sides: a uid that was refused often in a short while is not read for the rest of it, so
+ * that whoever floods sleeps in its own socket instead of taking the cores. Whatever arrives is
+ * either dispatched or refused; a received descriptor belongs to the datagram that it came with and
+ * is closed with it, unless the verb took it.
  *
  * Replies are sent at once if the socket takes them. Those it does not take wait here, bounded in
  * number and bytes; the client that does not read is closed, nobody else waits. Descriptors in
@@ -29,7 +31,9 @@
 #include "server.h"
 #include "verb.h"
 
-#define DATAGRAMS_A_TURN 16
+#define DATAGRAMS_A_TURN   16
+#define REFUSALS_A_WINDOW  128
+#define REFUSALS_WINDOW_MS 10
 
 struct conn_reply_entry {
     TAILQ_ENTRY(conn_reply_entry) link;
@@ -65,6 +69,8 @@ void conn_close(struct conn *conn)
         return;
     conn->closing = true;
     TAILQ_REMOVE(&conn->server->conns, conn, link);
+    if (conn->is_paused)
+        TAILQ_REMOVE(&conn->server->paused, conn, pause);
     for (unsigned i = 0; i < REQUEST_TABLE; i++) {
         struct request *request;
 
@@ -106,9 +112,17 @@ static void close_unread(struct conn *conn)
 
 static void on_event(uv_poll_t *poll, int status, int events);
 
+static void watch_for(struct conn *conn, int events)
+{
+    if (events)
+        uv_poll_start(&conn->poll, events, on_event);
+    else
+        uv_poll_stop(&conn->poll);
+}
+
 static void watch(struct conn *conn)
 {
-    uv_poll_start(&conn->poll, UV_READABLE | (conn->n_out > 0 ? UV_WRITABLE : 0), on_event);
+    watch_for(conn, (conn->is_paused ? 0 : UV_READABLE) | (conn->n_out > 0 ? UV_WRITABLE : 0));
 }
 
 static void enqueue(struct conn *conn, const uint8_t *bytes, size_t n, int fd)
@@ -199,7 +213,7 @@ void conn_flush(struct conn *conn)
         if (r == -ETOOMANYREFS) {
             /* The socket has room, so asking it would spin: the tick tries again. */
             conn->is_held_up = true;
-            uv_poll_start(&conn->poll, UV_READABLE, on_event);
+            watch_for(conn, conn->is_paused ? 0 : UV_READABLE);
             return;
         }
         if (r < 0) {
@@ -216,6 +230,64 @@ void conn_flush(struct conn *conn)
     server_progress(conn->server);
 }
 
+/* ---- pauses ---- */
+
+static bool is_window_over(const struct uid *uid, uint64_t now_us)
+{
+    return now_us - uid->refused_since_us >= REFUSALS_WINDOW_MS * 1000;
+}
+
+static void count_refusal(struct conn *conn)
+{
+    struct uid *uid = conn->uid;
+    uint64_t now_us = clock_us();
+
+    if (is_window_over(uid, now_us)) {
+        uid->refused_since_us = now_us;
+        uid->n_refused = 0;
+    }
+    uid->n_refused++;
+}
+
+/* Was its uid refused so much lately that the others come first? A drain waits for nobody. */
+static bool must_pause(const struct conn *conn)
+{
+    return conn->uid->n_refused >= REFUSALS_A_WINDOW && !is_window_over(conn->uid, clock_us()) &&
+           conn->server->state == SERVER_READY;
+}
+
+static void on_resume(uv_timer_t *timer)
+{
+    conn_resume(timer->data);
+}
+
+static void pause_reading(struct conn *conn)
+{
+    struct server *server = conn->server;
+
+    conn->is_paused = true;
+    if (TAILQ_EMPTY(&server->paused))
+        uv_timer_start(&server->resume, on_resume, REFUSALS_WINDOW_MS, REFUSALS_WINDOW_MS);
+    TAILQ_INSERT_TAIL(&server->paused, conn, pause);
+    watch(conn);
+}
+
+void conn_resume(struct server *server)
+{
+    struct conn *conn, *next;
+
+    for (conn = TAILQ_FIRST(&server->paused); conn; conn = next) {
+        next = TAILQ_NEXT(conn, pause);
+        if (must_pause(conn))
+            continue;
+        TAILQ_REMOVE(&server->paused, conn, pause);
+        conn->is_paused = false;
+        watch(conn);
+    }
+    if (TAILQ_EMPTY(&server->paused))
+        uv_timer_stop(&server->resume);
+}
+
 void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,
                  const char *text)
 {
@@ -225,6 +297,7 @@ void conn_refuse(struct conn *conn, const struct proto_request *message, enum pr
     if (!text)
         text = proto_error_text(error);
     reply.text = (struct proto_str){text, (uint32_t)strnlen(text, PROTO_TEXT_MAX)};
+    count_refusal(conn);
     conn_reply(conn, &reply, -1);
 }
 
@@ -337,8 +410,12 @@ static void on_event(uv_poll_t *poll, int status, int events)
     }
     if (events & UV_WRITABLE)
         conn_flush(conn);
-    if (!(events & UV_READABLE))
+    if (conn->closing || !(events & UV_READABLE))
         return;
+    if (must_pause(conn)) {
+        pause_reading(conn);
+        return;
+    }
     do {
         if (!receive(conn))
             return;

@@ -44,6 +44,8 @@ struct conn {
     unsigned n_out, n_fds_unread;
     size_t out_bytes;
     bool is_held_up; /* too many descriptors are on their way: the tick calls conn_flush() */
+    bool is_paused;  /* not read until its uid may be refused something again */
+    TAILQ_ENTRY(conn) pause;
 };
 
 /*
@@ -65,6 +67,9 @@ bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd);
 
 /* Sends what waits, as far as the socket takes it. May close the connection. */
 void conn_flush(struct conn *conn);
+
+/* Reads again from those that were paused, where it is time. */
+void conn_resume(struct server *server);
 
 /* An error answer to a request that has no record. `text` NULL: the error's own. */
 void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,

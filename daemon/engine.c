@@ -279,12 +279,16 @@ void engine_submit(struct engine *engine, struct engine_batch *batch)
 struct engine_batch *engine_done(struct engine *engine)
 {
     struct engine_batch *batch;
+    bool more;
 
     pthread_mutex_lock(&engine->lock);
     batch = TAILQ_FIRST(&engine->outbox);
     if (batch)
         TAILQ_REMOVE(&engine->outbox, batch, link);
+    more = !TAILQ_EMPTY(&engine->outbox);
     pthread_mutex_unlock(&engine->lock);
+    if (more)
+        uv_async_send(&engine->wake);
     return batch;
 }
 

@@ -43,7 +43,8 @@ struct engine *engine_free(struct engine *engine);
 /* The loop thread's side. A batch of a free slot, or NULL when all are busy. */
 struct engine_batch *engine_take(struct engine *engine);
 void engine_submit(struct engine *engine, struct engine_batch *batch);
-/* The next batch that has ended, or NULL. It stays the loop's until engine_release(). */
+/* The next batch that has ended, or NULL. It stays the loop's until engine_release(). Where there
+ * are more, `done` is called again in the next turn of the loop. */
 struct engine_batch *engine_done(struct engine *engine);
 void engine_release(struct engine *engine, struct engine_batch *batch);
 /* Batches submitted and not released; the i-th of them for looking at, NULL when that slot is free.

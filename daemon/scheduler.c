@@ -210,29 +210,24 @@ static void answer(struct scheduler *scheduler, struct request *request)
     }
 }
 
-static struct engine_batch *next_done(struct scheduler *scheduler, unsigned *ret_engine)
-{
-    struct engine_batch *batch = NULL;
-
-    for (unsigned i = 0; i < scheduler->places.n && !batch; i++) {
-        batch = engine_done(scheduler->engines[i]);
-        *ret_engine = i;
-    }
-    return batch;
-}
-
-/* The device gets its next batch before the answers of the last one are sent. */
+/*
+ * The device gets its next batch before the answers of the last one are sent. One batch of each
+ * engine a turn: they may end as fast as they are answered, and who has something to say would have
+ * to wait until nothing does.
+ */
 static void on_done(void *context)
 {
     static struct request *ended[ENGINE_JOBS_MAX];
     struct scheduler *scheduler = context;
-    struct engine_batch *batch;
-    unsigned engine;
 
-    while ((batch = next_done(scheduler, &engine))) {
-        bool lost = batch->result == -ENOTRECOVERABLE;
-        unsigned n = collect(scheduler, engine, batch, ended);
+    for (unsigned engine = 0; engine < scheduler->places.n; engine++) {
+        struct engine_batch *batch = engine_done(scheduler->engines[engine]);
+        bool lost = batch && batch->result == -ENOTRECOVERABLE;
+        unsigned n;
 
+        if (!batch)
+            continue;
+        n = collect(scheduler, engine, batch, ended);
         if (!lost)
             run(scheduler);
         for (unsigned i = 0; i < n; i++)

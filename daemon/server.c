@@ -101,6 +101,7 @@ static void tear_down(struct server *server)
     registry_deinit(&server->registry);
     scheduler_deinit(&server->scheduler);
     uv_close((uv_handle_t *)&server->tick, NULL);
+    uv_close((uv_handle_t *)&server->resume, NULL);
     for (size_t i = 0; i < ARRAY_SIZE(server->signals); i++) {
         int number = server->signals[i].signum;
 
@@ -555,6 +556,8 @@ static int init_loop(struct server *server)
     uv_timer_init(&server->loop, &server->tick);
     server->tick.data = server;
     uv_timer_start(&server->tick, on_tick, TICK_MS, TICK_MS);
+    uv_timer_init(&server->loop, &server->resume);
+    server->resume.data = server;
     for (size_t i = 0; i < ARRAY_SIZE(numbers); i++) {
         uv_signal_init(&server->loop, &server->signals[i]);
         server->signals[i].data = server;
@@ -679,6 +682,7 @@ int server_run(const struct server_options *options)
     server->started_us = clock_us();
     server->codec = codec_new();
     TAILQ_INIT(&server->conns);
+    TAILQ_INIT(&server->paused);
     uids_init(&server->uids);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN); /* until models load: they are read after it anyway */

@@ -68,6 +68,8 @@ struct server {
 
     struct uids uids;
     TAILQ_HEAD(, conn) conns; /* in order of arrival */
+    TAILQ_HEAD(, conn) paused;
+    uv_timer_t resume; /* runs while there are any */
     struct registry registry;
     struct scheduler scheduler;
     struct buffers buffers;

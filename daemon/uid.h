@@ -29,6 +29,8 @@ struct uid {
     struct batch_party party; /* its turn among uids */
     uint64_t turn;            /* of the loop that n_datagrams were read in */
     unsigned n_datagrams;
+    uint64_t refused_since_us; /* since when n_refused are counted */
+    unsigned n_refused;
 };
 
 struct uids {

@@ -11,6 +11,7 @@
  *     polite     p99 while another uid floods     p99 of the same client alone
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -430,9 +431,120 @@ static double polite_p99(struct fused *f)
     return quantile(took, POLITE, 0.99);
 }
 
+/* The same flood and the same polite one on a bare server: a thread that reads, and one that sends
+ * each message back. What the machine's cores alone do to the polite one. */
+#define BARE_CONNS (FLOOD_CONNS + 1)
+
+static struct {
+    int fds[BARE_CONNS];
+    int pipe[2];
+} bare;
+
+static void *bare_answer(void *none)
+{
+    char bytes[MESSAGE] = "";
+    uint8_t conns[4096];
+    ssize_t n;
+
+    while ((n = read(bare.pipe[0], conns, sizeof(conns))) > 0) {
+        for (ssize_t i = 0; i < n; i++)
+            send(bare.fds[conns[i]], bytes, sizeof(bytes), MSG_NOSIGNAL);
+    }
+    return none;
+}
+
+static void bare_serve(void)
+{
+    struct pollfd fds[BARE_CONNS];
+    char bytes[MESSAGE];
+    pthread_t thread;
+
+    if (pipe2(bare.pipe, O_CLOEXEC) != 0 || pthread_create(&thread, NULL, bare_answer, NULL) != 0)
+        _exit(1);
+    for (uint8_t i = 0; i < BARE_CONNS; i++)
+        fds[i] = (struct pollfd){.fd = bare.fds[i], .events = POLLIN};
+    while (poll(fds, BARE_CONNS, -1) > 0) {
+        for (uint8_t i = 0; i < BARE_CONNS; i++) {
+            for (int k = 0; k < 16 && recv(fds[i].fd, bytes, sizeof(bytes), MSG_DONTWAIT) > 0;
+                 k++) {
+                if (write(bare.pipe[1], &i, 1) != 1)
+                    _exit(1);
+            }
+        }
+    }
+    _exit(0);
+}
+
+static void bare_flood(const int *to)
+{
+    struct pollfd fds[FLOOD_CONNS];
+    char bytes[MESSAGE] = "";
+
+    for (int i = 0; i < FLOOD_CONNS; i++) {
+        fds[i] = (struct pollfd){.fd = to[i], .events = POLLIN};
+        for (int k = 0; k < FLOOD_DEPTH; k++)
+            send(to[i], bytes, sizeof(bytes), 0);
+    }
+    while (poll(fds, FLOOD_CONNS, 10000) > 0) {
+        for (int i = 0; i < FLOOD_CONNS; i++) {
+            while (recv(to[i], bytes, sizeof(bytes), MSG_DONTWAIT) > 0)
+                send(to[i], bytes, sizeof(bytes), 0);
+        }
+    }
+    _exit(0);
+}
+
+static double bare_p99(int fd)
+{
+    static double took[POLITE];
+    int64_t at = now_ns();
+
+    for (int i = 0; i < POLITE; i++) {
+        at += 1000000;
+        sleep_until(at);
+        took[i] = time_pingpong(fd);
+    }
+    return quantile(took, POLITE, 0.99);
+}
+
+/* Ratio of the bare server's flooded p99 to its idle one. */
+static double bare_ratio(void)
+{
+    double idle, flooded;
+    int to[BARE_CONNS];
+    pid_t server, pid;
+
+    for (int i = 0; i < BARE_CONNS; i++) {
+        int pair[2];
+
+        if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0)
+            die("socketpair");
+        bare.fds[i] = pair[0];
+        to[i] = pair[1];
+    }
+    server = fork();
+    if (server == 0)
+        bare_serve();
+    idle = bare_p99(to[FLOOD_CONNS]);
+    pid = fork();
+    if (pid == 0)
+        bare_flood(to);
+    usleep(300000);
+    flooded = bare_p99(to[FLOOD_CONNS]);
+    kill(pid, SIGKILL);
+    kill(server, SIGKILL);
+    waitpid(pid, NULL, 0);
+    waitpid(server, NULL, 0);
+    for (int i = 0; i < BARE_CONNS; i++) {
+        close(bare.fds[i]);
+        close(to[i]);
+    }
+    return flooded / idle;
+}
+
 static void bench_polite(void)
 {
-    double idle[ROUNDS], flooded[ROUNDS], ratios[ROUNDS];
+    double idle[ROUNDS], flooded[ROUNDS], ratios[ROUNDS], bares[ROUNDS];
     struct served served;
     struct fused *f;
     cpu_set_t all;
@@ -453,6 +565,7 @@ static void bench_polite(void)
     for (int k = 0; k < ROUNDS; k++) {
         pid_t pid;
 
+        bares[k] = bare_ratio();
         idle[k] = polite_p99(f);
         pid = flood(&served);
         usleep(300000);
@@ -464,11 +577,13 @@ static void bench_polite(void)
     }
     print("polite: p99 under a flood, alone", quantile(flooded, ROUNDS, 0.5),
           quantile(idle, ROUNDS, 0.5), quantile(ratios, ROUNDS, 0.5), 3);
+    printf("%-34s %34.2f   the cores' part: what the same flood does to a bare server\n",
+           "polite: the same ratio, bare", quantile(bares, ROUNDS, 0.5));
     fused_close(f);
     end_served(&served);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     int far = (int)sysconf(_SC_NPROCESSORS_ONLN) > 1 ? 1 : 0;
 
@@ -476,6 +591,10 @@ int main(void)
     if (!freopen("/dev/null", "w", stderr)) /* the daemons' logs */
         return 1;
     printf("%-34s %12s %12s %8s   %s\n", "", "ours", "yardstick", "ratio", "goal");
+    if (argc > 1 && strcmp(argv[1], "polite") == 0) {
+        bench_polite();
+        return 0;
+    }
     bench_call("call: two cores, ping-pong", far, 1.5);
     bench_call("call: one core, ping-pong", 0, 3);
     bench_busy(far);

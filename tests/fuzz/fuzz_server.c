@@ -246,6 +246,9 @@ static void start(void)
     server.admin_gid = (gid_t)-1;
     server.device = (struct device){.ops = &ops, .n = 1};
     TAILQ_INIT(&server.conns);
+    TAILQ_INIT(&server.paused);
+    uv_timer_init(&server.loop, &server.resume);
+    server.resume.data = &server;
     uids_init(uids);
     uids->uid_limit[CHARGE_BUFFERS] = 3;
     uids->uid_limit[CHARGE_BUFFER_BYTES] = 100000;

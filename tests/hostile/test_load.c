@@ -104,13 +104,47 @@ static uint64_t refused_so_far(struct client *client)
     return n;
 }
 
-static void shares_fairly(void **state)
+#define POLITE   150
+#define FLOODERS 3
+#define GOAL     3 /* p99 under a flood, in idle ones */
+
+/* One client's p99 in the flood of another uid, divided by its idle one. */
+static double measure_flood(struct client *polite)
 {
-    enum { N = 150, FLOODERS = 3 };
-    static struct client polite;
-    double idle[N], busy[N], begin, seconds;
+    double idle[POLITE], busy[POLITE], begin, seconds;
     pid_t flooders[FLOODERS];
     uint64_t refused;
+
+    ask_politely(polite, idle, POLITE, 2);
+    for (int i = 0; i < FLOODERS; i++)
+        flooders[i] = flood_as(1234);
+    sleep_ms(200);
+    refused = refused_so_far(polite);
+    begin = now_s();
+    ask_politely(polite, busy, POLITE, 2);
+    seconds = now_s() - begin;
+    refused = refused_so_far(polite) - refused;
+    for (int i = 0; i < FLOODERS; i++) {
+        int status;
+
+        assert_int_equal(waitpid(flooders[i], &status, WNOHANG), 0);
+        kill(flooders[i], SIGKILL);
+        waitpid(flooders[i], &status, 0);
+    }
+    print_message("refused %.0f requests a second; %u of %u polite ones served; p50 %.2f ms (idle "
+                  "%.2f), p99 %.2f ms (idle %.2f)\n",
+                  (double)refused / seconds, POLITE, POLITE, busy[POLITE / 2] * 1e3,
+                  idle[POLITE / 2] * 1e3, busy[POLITE * 99 / 100] * 1e3,
+                  idle[POLITE * 99 / 100] * 1e3);
+    assert_true(refused > 0);
+    assert_true(busy[POLITE / 2] < 10 * idle[POLITE / 2] + 0.05);
+    return busy[POLITE * 99 / 100] / idle[POLITE * 99 / 100];
+}
+
+static void shares_fairly(void **state)
+{
+    static struct client polite;
+    double best = INFINITY;
 
     (void)state;
     if (getuid() != 0) {
@@ -122,30 +156,15 @@ static void shares_fairly(void **state)
     judge_first(&flooded, &before);
     let_others_in(&flooded);
     client_start(&polite, &flooded);
-    ask_politely(&polite, idle, N, 2);
-    for (int i = 0; i < FLOODERS; i++)
-        flooders[i] = flood_as(1234);
-    sleep_ms(200);
-    refused = refused_so_far(&polite);
-    begin = now_s();
-    ask_politely(&polite, busy, N, 2);
-    seconds = now_s() - begin;
-    refused = refused_so_far(&polite) - refused;
-    for (int i = 0; i < FLOODERS; i++) {
-        int status;
+    /* What else runs on the machine spoils a round now and then, hardly all of them. */
+    for (int round = 0; round < 5 && best > GOAL; round++) {
+        double ratio = measure_flood(&polite);
 
-        assert_int_equal(waitpid(flooders[i], &status, WNOHANG), 0);
-        kill(flooders[i], SIGKILL);
-        waitpid(flooders[i], &status, 0);
+        best = ratio < best ? ratio : best;
     }
     client_close(&polite);
-    print_message("refused %.0f requests a second; %u of %u polite ones served; p50 %.2f ms (idle "
-                  "%.2f), p99 %.2f ms (idle %.2f)\n",
-                  (double)refused / seconds, N, N, busy[N / 2] * 1e3, idle[N / 2] * 1e3,
-                  busy[N * 99 / 100] * 1e3, idle[N * 99 / 100] * 1e3);
-    assert_true(refused > 0);
-    /* Three busy processes share the cores with the daemon: a wide bound, but one. */
-    assert_true(busy[N / 2] < 10 * idle[N / 2] + 0.05);
+    if (!SANITIZED && best > GOAL)
+        fail_msg("p99 is %.1f times its idle value at best, not %d", best, GOAL);
     judge(&flooded, &before);
     daemon_stop(&flooded);
 }
