@@ -121,7 +121,7 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->made = made;
     buffer->context = context;
     LIST_INIT(&buffer->uses);
-    work_queue(buffers->works, &buffer->work, run_make, done_make);
+    work_queue(buffers->works, &uid->works, &buffer->work, run_make, done_make);
     return 0;
 
 give_bytes:
@@ -168,7 +168,7 @@ struct buffer *buffer_unref(struct buffer *buffer)
         return NULL;
     assert(LIST_EMPTY(&buffer->uses));
     buffer->discard = buffer->created && !buffer->owner->keep;
-    work_queue(buffer->owner->works, &buffer->work, run_free, done_free);
+    work_queue(buffer->owner->works, &buffer->uid->works, &buffer->work, run_free, done_free);
     return NULL;
 }
 

@@ -64,13 +64,16 @@ struct version *version_ref(struct version *version)
 
 struct version *version_unref(struct version *version)
 {
+    struct works *works;
+
     if (!version)
         return NULL;
+    works = version->registry->works;
     assert(version->refs > 0);
     if (--version->refs > 0)
         return NULL;
     assert(version->rows == 0);
-    work_queue(version->registry->works, &version->work, run_free, done_free);
+    work_queue(works, &works->own, &version->work, run_free, done_free);
     return NULL;
 }
 
@@ -623,7 +626,7 @@ static void begin(struct registry *registry)
     if (!job || registry->is_busy)
         return;
     registry->is_busy = true;
-    work_queue(registry->works, &job->work, run_job, done_job);
+    work_queue(registry->works, &registry->works->own, &job->work, run_job, done_job);
 }
 
 int registry_submit(struct registry *registry, enum registry_task task, const char *name, size_t n,

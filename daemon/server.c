@@ -552,7 +552,7 @@ static int init_loop(struct server *server)
     r = uv_loop_init(&server->loop);
     if (r < 0)
         return r;
-    server->works.loop = &server->loop;
+    works_init(&server->works, &server->loop);
     uv_timer_init(&server->loop, &server->tick);
     server->tick.data = server;
     uv_timer_start(&server->tick, on_tick, TICK_MS, TICK_MS);

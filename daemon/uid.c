@@ -56,6 +56,7 @@ struct uid *uid_unref(struct uid *uid)
         return NULL;
     for (int i = 0; i < CHARGE_COUNT; i++)
         assert(uid->used[i] == 0);
+    assert(uid->works.n_waiting + uid->works.n_running == 0);
     TAILQ_REMOVE(&uid->uids->list, uid, link);
     uid->uids->n--;
     free(uid);

@@ -11,6 +11,7 @@
 #include <sys/types.h>
 
 #include "batch.h"
+#include "work.h"
 
 enum charge {
     CHARGE_CONNECTIONS,
@@ -27,6 +28,7 @@ struct uid {
     unsigned refs;
     uint64_t used[CHARGE_COUNT];
     struct batch_party party; /* its turn among uids */
+    struct work_party works;  /* ... for helper threads */
     uint64_t turn;            /* of the loop that n_datagrams were read in */
     unsigned n_datagrams;
     uint64_t refused_since_us; /* since when n_refused are counted */

@@ -383,7 +383,7 @@ static void status(struct conn *conn, const struct proto_request *message)
     work->server = server;
     work->request = request;
     server->n_client_works++;
-    work_queue(&server->works, &work->work, run_status, done_status);
+    work_queue(&server->works, &request->uid->works, &work->work, run_status, done_status);
 }
 
 static void stats(struct conn *conn, const struct proto_request *message)

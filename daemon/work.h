@@ -6,20 +6,43 @@
  */
 #pragma once
 
+#include <stdbool.h>
+#include <sys/queue.h>
+
 #include <uv.h>
+
+#define WORKS_AT_ONCE 4 /* threads of libuv's pool, where the environment does not say */
+#define WORKS_A_PARTY 2 /* of them, at most, for one party */
+
+struct work;
+
+/* Whose works take turns with others'. Embedded in a uid, zeroed. */
+struct work_party {
+    TAILQ_ENTRY(work_party) link; /* in the ring of those that wait and may run */
+    STAILQ_HEAD(, work) waiting;
+    unsigned n_waiting, n_running;
+    bool is_linked;
+};
 
 struct works {
     uv_loop_t *loop;
-    unsigned n; /* queued or running */
+    unsigned n, n_running; /* n: with those that wait */
+    TAILQ_HEAD(, work_party) ring;
+    struct work_party own; /* the daemon's */
 };
 
 struct work {
     uv_work_t uv;
     struct works *works;
+    struct work_party *party;
     void (*run)(struct work *work);
     void (*done)(struct work *work);
+    STAILQ_ENTRY(work) link;
 };
 
-/* Never fails: the record is the caller's, and the pool's queue is a list. */
-void work_queue(struct works *works, struct work *work, void (*run)(struct work *work),
-                void (*done)(struct work *work));
+void works_init(struct works *works, uv_loop_t *loop);
+
+/* Never fails: the record is the caller's, and the queues are lists. The party lives until done()
+ * is called. */
+void work_queue(struct works *works, struct work_party *party, struct work *work,
+                void (*run)(struct work *work), void (*done)(struct work *work));

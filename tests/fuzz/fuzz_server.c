@@ -241,7 +241,7 @@ static void start(void)
     write_model("n", "max_rows = 8; queue_rows = 16; max_delay_us = 500;");
     codec = server.codec = codec_new();
     check(codec && uv_loop_init(&server.loop) == 0);
-    server.works.loop = &server.loop;
+    works_init(&server.works, &server.loop);
     server.state = SERVER_READY;
     server.admin_gid = (gid_t)-1;
     server.device = (struct device){.ops = &ops, .n = 1};
