@@ -121,6 +121,11 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->made = made;
     buffer->context = context;
     LIST_INIT(&buffer->uses);
+    if (buffer->created && spares_take(&buffers->spares, size, &buffer->shm, &buffer->memory)) {
+        buffer->fd = take_fd(&buffer->shm.fd);
+        made(buffer, context);
+        return 0;
+    }
     work_queue(buffers->works, &uid->works, &buffer->work, run_make, done_make);
     return 0;
 

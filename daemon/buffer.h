@@ -11,6 +11,7 @@
 #include "kernels/backend.h"
 #include "proto/proto.h"
 #include "proto/shm.h"
+#include "spare.h"
 #include "uid.h"
 #include "work.h"
 
@@ -52,6 +53,7 @@ struct buffer {
 struct buffers {
     struct works *works;
     const struct device *device;
+    struct spares spares;
     bool device_memory; /* the backend has BUFFER_CUDA */
     bool keep;          /* the daemon ends: clients keep what they have, for the next one */
 };
@@ -59,9 +61,10 @@ struct buffers {
 /*
  * Makes a buffer on a helper thread: fresh memory, or the client's (fd >= 0, consumed whatever
  * happens). `device`: which one's memory, below their number. Charged to the uid at once. `made` is
- * called on the loop thread with the buffer, whose `result` is 0 or negative; the callee then owns
- * a reference, and `fd` until it closes it. 0, -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device
- * memory that the backend has not: nothing was begun.
+ * called on the loop thread, before this returns if there was a spare, with the buffer, whose
+ * `result` is 0 or negative; the callee then owns a reference, and `fd` until it closes it. 0,
+ * -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device memory that the backend has not: nothing was
+ * begun.
  */
 int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, unsigned device,
                 uint64_t size, int fd, void (*made)(struct buffer *buffer, void *context),

@@ -32,6 +32,7 @@ void config_defaults(struct config *config)
         .uid_buffers = 256,
         .uid_connections = 256,
         .uid_requests = 1024,
+        .spare_buffer_bytes = GIB / 4,
         .total_connections = 4096,
         .hello_timeout_ms = 5000,
         .batch_timeout_ms = 30000,
@@ -165,6 +166,8 @@ int config_parse(struct conf *conf, struct config *ret, struct report *report)
     get_u32(root, "uid_requests", 1, 1 << 20, &c.uid_requests);
     c.total_buffer_bytes = (uint64_t)conf_int(root, "total_buffer_bytes", 0, INT64_C(1) << 50,
                                               (int64_t)c.total_buffer_bytes);
+    c.spare_buffer_bytes = (uint64_t)conf_int(root, "spare_buffer_bytes", 0, INT64_C(1) << 50,
+                                              (int64_t)c.spare_buffer_bytes);
     get_u32(root, "total_connections", 1, 1 << 20, &c.total_connections);
     get_u32(root, "hello_timeout_ms", 10, 600000, &c.hello_timeout_ms);
     get_u32(root, "batch_timeout_ms", 10, 3600000, &c.batch_timeout_ms);
@@ -197,6 +200,7 @@ void config_adopt(struct config *config, const struct config *next)
     config->uid_connections = next->uid_connections;
     config->uid_requests = next->uid_requests;
     config->total_buffer_bytes = next->total_buffer_bytes;
+    config->spare_buffer_bytes = next->spare_buffer_bytes;
     config->total_connections = next->total_connections;
     config->hello_timeout_ms = next->hello_timeout_ms;
     config->batch_timeout_ms = next->batch_timeout_ms;

@@ -140,11 +140,12 @@ void document_status(struct doc *doc, const struct conn *conn)
         put_device(doc, server, i);
     put_uint(doc, "models", server->registry.n);
     doc_key(doc, "totals");
-    doc_map(doc, 7);
+    doc_map(doc, 8);
     put_charges(doc, server->uids.total, true);
     put_uint(doc, "queued_rows", server->scheduler.queued_rows);
     put_uint(doc, "answered", server->scheduler.answered);
     put_uint(doc, "refused", server->scheduler.refused);
+    put_uint(doc, "spare_bytes", server->buffers.spares.bytes);
     doc_key(doc, "you");
     doc_map(doc, 6);
     put_uint(doc, "uid", conn->peer.uid);

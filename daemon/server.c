@@ -188,6 +188,8 @@ void server_drain(struct server *server, const char *why)
         return;
     server->state = SERVER_DRAINING;
     server->buffers.keep = true;
+    server->buffers.spares.limit_bytes = 0;
+    spares_trim(&server->buffers.spares, clock_us(), true);
     server->drain_until_us = clock_us() + (uint64_t)server->config.drain_timeout_ms * 1000;
     log_info("server.drain", "%s: finishing %u queued and %u running requests", why,
              server->scheduler.n_queued, server->scheduler.n_running);
@@ -294,6 +296,7 @@ static void on_tick(uv_timer_t *tick)
     }
     close_silent(server, now_us);
     flush_held_up(server);
+    spares_trim(&server->buffers.spares, now_us, server->uids.total[CHARGE_BUFFERS] == 0);
     check_drain(server);
 }
 
@@ -369,6 +372,7 @@ static void apply_limits(struct server *server)
     uids->total_limit[CHARGE_CONNECTIONS] = config->total_connections;
     uids->total_limit[CHARGE_BUFFER_BYTES] =
         config->total_buffer_bytes ? config->total_buffer_bytes : half_of_memory();
+    server->buffers.spares.limit_bytes = config->spare_buffer_bytes;
 }
 
 static void reload(struct server *server);
@@ -570,6 +574,7 @@ static int init_loop(struct server *server)
         .device = &server->device,
         .device_memory = server->infos[0].device_memory,
     };
+    spares_init(&server->buffers.spares, &server->works, &server->device);
     registry_init(&server->registry, &server->works, &server->device, server->config.models_dir,
                   server->config.weights_dir);
     return scheduler_init(&server->scheduler, &server->loop, &server->device, server->infos,
@@ -691,9 +696,9 @@ int server_run(const struct server_options *options)
     code = server->codec ? prepare(server) : EXIT_CONFIGURATION;
     if (code != EXIT_OK)
         goto end;
-    apply_limits(server);
     server->watchdog_us = service_watchdog_interval_us();
     r = init_loop(server);
+    apply_limits(server);
     if (r == 0)
         r = registry_submit(&server->registry, TASK_SYNC, NULL, 0, on_started, server);
     if (r < 0) {

@@ -156,6 +156,8 @@ static void on_buffer_made(struct buffer *buffer, void *context)
     if (request_answer_buffer(request, buffer->handle, buffer->size, buffer->fd)) {
         /* The memory is mapped, and the client has its own descriptor. */
         buffer->fd = close_fd(buffer->fd);
+        if (buffer->created)
+            spares_want(&server->buffers.spares, buffer->size, clock_us());
     } else {
         request_fail(request, ERR_BUSY, "too many descriptors are on their way");
         buffer_table_remove(&conn->buffers, buffer->handle);
@@ -166,6 +168,7 @@ static void on_buffer_made(struct buffer *buffer, void *context)
 static void make_buffer(struct conn *conn, const struct proto_request *message,
                         enum buffer_kind kind, uint32_t device, uint64_t size, int fd)
 {
+    struct server *server = conn->server;
     struct request *request;
     int r;
 
@@ -174,7 +177,7 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
         conn_refuse(conn, message, ERR_BAD_BUFFER, "size: is not within 1 and 2^63 - 1");
         return;
     }
-    if (device >= conn->server->device.n) {
+    if (device >= server->device.n) {
         close_fd(fd);
         conn_refuse(conn, message, ERR_BAD_BUFFER, "device: there is no such device");
         return;
@@ -184,13 +187,13 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
         close_fd(fd);
         return;
     }
-    r = buffer_make(&conn->server->buffers, conn->uid, kind, device, size, fd, on_buffer_made,
-                    request);
-    if (r < 0)
-        request_fail(request, request_error(message->verb, r),
-                     r == -EOPNOTSUPP ? "this backend offers no device buffers" : NULL);
-    else
-        conn->server->n_client_works++;
+    server->n_client_works++;
+    r = buffer_make(&server->buffers, conn->uid, kind, device, size, fd, on_buffer_made, request);
+    if (r == 0)
+        return;
+    server->n_client_works--;
+    request_fail(request, request_error(message->verb, r),
+                 r == -EOPNOTSUPP ? "this backend offers no device buffers" : NULL);
 }
 
 static void buffer_create(struct conn *conn, const struct proto_request *message)

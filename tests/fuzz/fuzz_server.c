@@ -257,6 +257,7 @@ static void start(void)
     config_defaults(&server.config);
     ops_info(NULL, &server.infos[0]);
     server.buffers = (struct buffers){.works = &server.works, .device = &server.device};
+    spares_init(&server.buffers.spares, &server.works, &server.device);
     registry_init(&server.registry, &server.works, &server.device, dir, dir);
     check(scheduler_init(&server.scheduler, &server.loop, &server.device, server.infos, 0, progress,
                          lost, &server) == 0);
