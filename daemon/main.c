@@ -76,7 +76,7 @@ static int check(const struct server_options *given)
     struct config config;
     int r;
 
-    r = server_configure(given, &config, &report);
+    r = setup_config(given, &config, &report);
     if (r == 0) {
         printf("configuration: ok\n");
         r = registry_check(config.models_dir, config.weights_dir, print_model, &report);

@@ -15,25 +15,20 @@
 #include "server.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 
 #include "clock.h"
 #include "service.h"
 
-#define TICK_MS         250
-#define FLUSH_US        1000000  /* for clients to read their last answers */
-#define EXTEND_US       60000000 /* granted for each model that was loaded */
-#define LOOK_MS         2        /* between looks at connections that are about to end */
-#define ACCEPTS_A_TURN  64
-#define STATUS_MAX      700
-#define PLACE_MAX       640
-#define DESCRIPTORS_MIN 32u /* about half of them open when idle */
+#define TICK_MS        250
+#define FLUSH_US       1000000  /* for clients to read their last answers */
+#define EXTEND_US      60000000 /* granted for each model that was loaded */
+#define LOOK_MS        2        /* between looks at connections that are about to end */
+#define ACCEPTS_A_TURN 64
+#define STATUS_MAX     700
 
 static void on_tick(uv_timer_t *tick);
 
@@ -404,7 +399,7 @@ static void reload(struct server *server)
     if (server->reload_again)
         return;
     service_reloading();
-    r = server_configure(&server->options, &next, &report);
+    r = setup_config(&server->options, &next, &report);
     if (r < 0) {
         log_error("config.failed", "%s; nothing changed", report.text);
     } else {
@@ -446,74 +441,6 @@ const char *server_state_name(const struct server *server)
     }
 }
 
-/* The gid of a group of the configuration; none when the name is empty. */
-static int find_group(const char *key, const char *name, gid_t *ret, struct report *report)
-{
-    int r = name[0] ? access_group(name, ret) : 0;
-
-    if (r == -ENOENT)
-        return report_set(report, -EINVAL, "%s: there is no group \"%s\"", key, name);
-    if (r < 0)
-        return report_set(report, -EINVAL, "%s: \"%s\": %s", key, name, strerrordesc_np(-r));
-    return 0;
-}
-
-/* What a file alone cannot say to be right. */
-static int check_system(const struct server_options *options, const struct config *config,
-                        struct report *report)
-{
-    gid_t gid;
-    int fd, r;
-
-    r = find_group("socket_group", config->socket_group, &gid, report);
-    if (r == 0)
-        r = find_group("admin_group", config->admin_group, &gid, report);
-    if (r < 0)
-        return r;
-    fd = open(config->models_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd < 0)
-        return report_set(report, -EINVAL, "%s: %s: %s",
-                          options->models ? "--models" : "models_dir", config->models_dir,
-                          strerrordesc_np(errno));
-    close_fd(fd);
-    return 0;
-}
-
-int server_configure(const struct server_options *options, struct config *ret,
-                     struct report *report)
-{
-    const char *socket = options->socket ? options->socket : getenv("FUSED_SOCKET");
-    struct config config;
-    char place[PLACE_MAX];
-    int r;
-
-    config_defaults(&config);
-    config_place(place, sizeof(place));
-    r = config_load(options->config ? options->config : place, &config, report);
-    /* The default file need not be there. */
-    if (r < 0 && (r != -ENOENT || options->config))
-        return r;
-    if (socket && *socket) {
-        if (strlen(socket) > CONFIG_SOCKET_MAX)
-            return report_set(report, -EINVAL, "socket: the path is longer than %d bytes",
-                              CONFIG_SOCKET_MAX);
-        snprintf(config.socket, sizeof(config.socket), "%s", socket);
-    }
-    if ((options->backend && strlen(options->backend) >= sizeof(config.backend)) ||
-        (options->models && strlen(options->models) >= sizeof(config.models_dir)))
-        return report_set(report, -EINVAL, "a path on the command line is too long");
-    if (options->backend)
-        snprintf(config.backend, sizeof(config.backend), "%s", options->backend);
-    if (options->models) {
-        snprintf(config.models_dir, sizeof(config.models_dir), "%s", options->models);
-        snprintf(config.weights_dir, sizeof(config.weights_dir), "%s", options->models);
-    }
-    r = check_system(options, &config, report);
-    if (r == 0)
-        *ret = config;
-    return r;
-}
-
 static void on_started(struct registry_job *job, void *context)
 {
     struct server *server = context;
@@ -524,7 +451,7 @@ static void on_started(struct registry_job *job, void *context)
     server_changed(server, job);
     r = job->result;
     if (r == 0)
-        r = find_group("socket_group", server->config.socket_group, &group, &report);
+        r = setup_group("socket_group", server->config.socket_group, &group, &report);
     if (r == 0)
         r = listener_open(&server->listener, server->config.socket_mode, group, &report);
     if (r == 0) {
@@ -581,45 +508,6 @@ static int init_loop(struct server *server)
                           server->config.spin_us, on_progress, on_lost, server);
 }
 
-/* What others may write decides what is computed here. */
-static void warn_if_writable(const char *path, const char *what)
-{
-    struct stat st;
-
-    if (stat(path, &st) == 0 && (st.st_mode & S_IWOTH))
-        log_warning("config.writable", "everybody may write to the %s", what);
-}
-
-static void warn_about_files(const struct server *server)
-{
-    char place[PLACE_MAX];
-
-    config_place(place, sizeof(place));
-    warn_if_writable(server->options.config ? server->options.config : place, "configuration");
-    warn_if_writable(server->config.models_dir, "models_dir");
-    warn_if_writable(server->config.weights_dir, "weights_dir");
-}
-
-/* Each connection is a descriptor, and those in flight to clients are counted against this too.
- * With fewer than a start takes, libuv would abort without a word. */
-static int raise_descriptor_limit(struct report *report)
-{
-    struct rlimit limit;
-
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
-        return 0;
-    if (limit.rlim_cur < limit.rlim_max) {
-        limit.rlim_cur = limit.rlim_max;
-        if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
-            log_warning("limits.descriptors", "RLIMIT_NOFILE cannot be raised: %s",
-                        strerrordesc_np(errno));
-    }
-    if (limit.rlim_max < DESCRIPTORS_MIN)
-        return report_set(report, -EMFILE, "RLIMIT_NOFILE is %llu, at least %u are needed",
-                          (unsigned long long)limit.rlim_max, DESCRIPTORS_MIN);
-    return 0;
-}
-
 static int fail(int code, const char *event, const struct report *report)
 {
     log_error(event, "%s", report->text);
@@ -653,14 +541,14 @@ static int prepare(struct server *server)
     struct report report = {""};
     int r;
 
-    if (server_configure(&server->options, &server->config, &report) < 0)
+    if (setup_config(&server->options, &server->config, &report) < 0)
         return fail(EXIT_CONFIGURATION, "config.failed", &report);
     log_set_level(server->config.log_level);
-    warn_about_files(server);
-    if (raise_descriptor_limit(&report) < 0)
+    setup_warn_about_files(&server->options, &server->config);
+    if (setup_descriptors(&report) < 0)
         return fail(EXIT_CONFIGURATION, "limits.descriptors", &report);
     server->admin_gid = (gid_t)-1;
-    if (find_group("admin_group", server->config.admin_group, &server->admin_gid, &report) < 0)
+    if (setup_group("admin_group", server->config.admin_group, &server->admin_gid, &report) < 0)
         return fail(EXIT_CONFIGURATION, "config.failed", &report);
     r = listener_claim(&server->listener, server->config.socket, &report);
     if (r < 0)

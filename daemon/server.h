@@ -17,6 +17,7 @@
 #include "proto/codec.h"
 #include "registry.h"
 #include "scheduler.h"
+#include "setup.h"
 #include "uid.h"
 #include "work.h"
 
@@ -35,11 +36,6 @@ enum server_exit {
     EXIT_OUTPUT = 74,
     EXIT_ALREADY_RUNNING = 75,
     EXIT_CONFIGURATION = 78,
-};
-
-/* What the command line asked for; NULL: not given. */
-struct server_options {
-    const char *config, *socket, *backend, *models;
 };
 
 struct server {
@@ -80,10 +76,6 @@ struct server {
     uint8_t tx[PROTO_DATAGRAM_MAX];
     uint8_t document[PROTO_DATAGRAM_MAX - 1024];
 };
-
-/* The configuration that the options ask for, with the command line's and environment's changes. */
-int server_configure(const struct server_options *options, struct config *ret,
-                     struct report *report);
 
 /* Runs a daemon until it ends; returns its exit code. */
 int server_run(const struct server_options *options);

@@ -52,7 +52,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     check_path(config.socket, CONFIG_SOCKET_MAX + 1);
     check_path(config.models_dir, sizeof(config.models_dir));
     check_path(config.weights_dir, sizeof(config.weights_dir));
-    check(config.socket_mode <= 0777 && config.n_devices >= 1 && config.n_devices <= BACKEND_DEVICES_MAX);
+    check(config.socket_mode <= 0777 && config.n_devices >= 1 &&
+          config.n_devices <= BACKEND_DEVICES_MAX);
     check(config.cpu_threads <= 1024 && config.spin_us <= 1000000);
     check(config.uid_buffers <= 65536 && config.uid_requests >= 1 && config.uid_connections >= 1);
     check(config.hello_timeout_ms >= 10 && config.batch_timeout_ms >= 10);
