@@ -25,7 +25,7 @@
 #define PIECE_MAX ((uint64_t)64 << 10) /* of x: up to here a kernel copies */
 /* Of y: up to here kernels write the client's pages. Other values are for measuring: BENCH.md. */
 #ifndef DIRECT_MAX
-#define DIRECT_MAX ((uint64_t)256 << 10)
+#define DIRECT_MAX ((uint64_t)512 << 10)
 #endif
 
 /* Tables */

@@ -13,7 +13,8 @@
  *     drive spoil NAME                     memory that is truncated and punched while it is used
  *     drive fill MIB                       takes device memory until MIB are left; until killed
  *
- * $FUSED_SOCKET is the daemon's. Ends with 0 when everything was as it must be; prints counts.
+ * $FUSED_SOCKET is the daemon's, DRIVE_DEVICE the index of the device that buffers lie on (0). Ends
+ * with 0 when everything was as it must be; prints counts.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -87,7 +88,14 @@ static void driver_ok(int r, const char *what)
     }
 }
 
-/* For each thread: the primary context of device 0, which the client library uses too. */
+static unsigned device_index(void)
+{
+    const char *text = getenv("DRIVE_DEVICE");
+
+    return text ? (unsigned)strtoul(text, NULL, 10) : 0;
+}
+
+/* For each thread: the primary context of the device, which the client library uses too. */
 static void driver_begin(void)
 {
     int (*init)(unsigned), (*get)(int *, int), (*retain)(void **, int), (*use)(void *), device;
@@ -98,7 +106,7 @@ static void driver_begin(void)
     *(void **)&retain = driver_find("cuDevicePrimaryCtxRetain");
     *(void **)&use = driver_find("cuCtxSetCurrent");
     driver_ok(init(0), "cuInit");
-    driver_ok(get(&device, 0), "cuDeviceGet");
+    driver_ok(get(&device, (int)device_index()), "cuDeviceGet");
     driver_ok(retain(&context, device), "cuDevicePrimaryCtxRetain");
     driver_ok(use(context), "cuCtxSetCurrent");
 }
@@ -175,8 +183,10 @@ static void seat_take(struct seat *seat, const struct load *load)
         die("memory", "none");
     if (load->kind == KIND_DEVICE) {
         driver_begin();
-        must(fused_buffer_create_device(seat->f, load->in_bytes, &seat->x), seat->f, "buffer");
-        must(fused_buffer_create_device(seat->f, load->out_bytes, &seat->y), seat->f, "buffer");
+        must(fused_buffer_create_on(seat->f, device_index(), load->in_bytes, &seat->x), seat->f,
+             "buffer");
+        must(fused_buffer_create_on(seat->f, device_index(), load->out_bytes, &seat->y), seat->f,
+             "buffer");
         driver_copy(fused_buffer_device(seat->x), (uint64_t)(uintptr_t)seat->in, load->in_bytes);
     }
 }

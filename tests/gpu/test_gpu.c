@@ -566,12 +566,12 @@ static void test_overflow(void **state)
     pipeline_free(pipeline);
 }
 
-/* Samples that kernels write themselves, and those above 256 KiB that the copy engine brings. */
+/* Samples that kernels write themselves, and those above 512 KiB that the copy engine brings. */
 static void test_compact_b(void **state)
 {
     (void)state;
     check_compact(5, 9, 12);
-    check_compact(18, 20, 20);
+    check_compact(20, 26, 26);
 }
 
 /* Compact and full results of A in one batch. */
