@@ -17,7 +17,8 @@
  * requests strictly in order: one that does not fit any more ends the batch instead of being
  * overtaken, so nothing starves behind smaller ones. A request of more rows than a batch is cut: it
  * gives a batch's rows each time that it is its turn. Where it may not be cut it runs alone; the
- * backend works through it in blocks.
+ * backend works through it in blocks. Where the costs are known, a batch ends where the rest is
+ * cheaper on its own, and waits for no more than makes its rows cheaper (cost.c).
  */
 #include "batch.h"
 
@@ -209,8 +210,15 @@ void batch_init(struct batch_queue *queue, struct batch_order *order, uint32_t m
                                   .queue_rows = queue_rows,
                                   .max_rows = max_rows,
                                   .max_delay_us = max_delay_us,
+                                  .enough_rows = max_rows,
                                   .latest_us = UINT64_MAX};
     TAILQ_INIT(&queue->items);
+}
+
+void batch_set_cost(struct batch_queue *queue, const struct cost *cost)
+{
+    queue->cost = cost->n > 0 ? cost : NULL;
+    queue->enough_rows = cost_enough(cost, queue->max_rows);
 }
 
 void batch_deinit(struct batch_queue *queue)
@@ -313,7 +321,7 @@ uint64_t batch_ready_us(struct batch_queue *queue)
 
     if (queue->n == 0)
         return UINT64_MAX;
-    if (queue->rows >= queue->max_rows)
+    if (queue->rows >= queue->enough_rows)
         return 0;
     at_us = delayed_until(queue);
     /* Fewer than max_rows wait, so looking through them stays short. */
@@ -349,13 +357,19 @@ static void take(struct batch_queue *queue, struct batch_item *item)
 unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max,
                     uint64_t now_us, enum batch_reason *ret_reason)
 {
-    bool is_due = queue->n > 0 && delayed_until(queue) <= now_us;
+    bool is_due = queue->n > 0 && delayed_until(queue) <= now_us, is_dear = false;
+    uint64_t all = queue->rows < queue->max_rows ? queue->rows : queue->max_rows;
+    uint64_t limit = queue->cost ? cost_limit(queue->cost, all) : all, rows = 0;
     struct batch_item *item;
-    uint64_t rows = 0;
     unsigned n = 0;
 
     while (n < n_max && (item = batch_head(queue))) {
         if (n > 0 && rows + rows_of(queue, item) > queue->max_rows)
+            break;
+        /* Requests may not add up to what is best: less of them can be worse than all. */
+        is_dear = limit < all && rows + rows_of(queue, item) > limit && rows < all &&
+                  cost_splits(queue->cost, rows, all - rows);
+        if (is_dear)
             break;
         take(queue, item);
         rows += item->taken_rows;
@@ -363,8 +377,12 @@ unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsign
     }
     if (n == 0)
         return 0;
-    if (queue->n > 0 || rows >= queue->max_rows)
+    if (is_dear)
+        *ret_reason = BATCH_COST;
+    else if (queue->n > 0 || rows >= queue->max_rows)
         *ret_reason = BATCH_FULL;
+    else if (queue->max_delay_us > 0 && !is_due && rows >= queue->enough_rows)
+        *ret_reason = BATCH_COST;
     else if (queue->max_delay_us == 0)
         *ret_reason = BATCH_IDLE;
     else

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <sys/queue.h>
 
+#include "cost.h"
 #include "proto/proto.h"
 
 #define BATCH_PRIORITIES (PROTO_PRIORITY_MAX + 1)
@@ -21,6 +22,7 @@ enum batch_reason {
     BATCH_IDLE,     /* nothing else waits, and the device does not wait either */
     BATCH_DELAY,    /* max_delay_us is over */
     BATCH_DEADLINE, /* a deadline does not allow to wait that long */
+    BATCH_COST,     /* more rows would make it dearer than two, or none of them cheaper */
     BATCH_REASONS
 };
 
@@ -75,13 +77,17 @@ struct batch_queue {
     unsigned n;                     /* waiting requests */
     uint32_t queue_rows, max_rows;
     uint32_t max_delay_us;
-    uint64_t latest_us; /* the earliest of the items' */
+    const struct cost *cost; /* NULL: not known */
+    uint32_t enough_rows;    /* no need to wait for more */
+    uint64_t latest_us;      /* the earliest of the items' */
     bool is_latest_stale;
     uint64_t n_flows; /* that there ever were */
 };
 
 void batch_init(struct batch_queue *queue, struct batch_order *order, uint32_t max_rows,
                 uint32_t max_delay_us, uint32_t queue_rows);
+/* Sizes follow the costs from here on; the queue refers to them. */
+void batch_set_cost(struct batch_queue *queue, const struct cost *cost);
 /* Nothing waits. Accepts a queue of zeros. */
 void batch_deinit(struct batch_queue *queue);
 
@@ -95,13 +101,13 @@ struct batch_item *batch_head(struct batch_queue *queue);
 /* Does `a` run before `b`, where both are heads of queues? */
 bool batch_before(const struct batch_item *a, const struct batch_item *b);
 
-/* From when on a batch may be formed: 0 when it is full, UINT64_MAX when nothing waits. */
+/* From when on a batch may be formed: 0 when it is large enough, UINT64_MAX when nothing waits. */
 uint64_t batch_ready_us(struct batch_queue *queue);
 
 /*
- * Takes out the next batch: requests in order while their rows fit in max_rows, at least one and at
- * most n_max; of one that was cut the rest stays queued. Returns how many; *ret_reason (if there
- * are any) says why no more.
+ * Takes out the next batch: requests in order while their rows fit in max_rows and what is left is
+ * not cheaper to run on its own, at least one and at most n_max; of one that was cut the rest stays
+ * queued. Returns how many; *ret_reason (if there are any) says why no more.
  */
 unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsigned n_max,
                     uint64_t now_us, enum batch_reason *ret_reason);

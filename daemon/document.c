@@ -239,13 +239,24 @@ static void put_places(struct doc *doc, const struct device *device, const struc
     }
 }
 
+static void put_costs(struct doc *doc, const struct cost *cost)
+{
+    doc_key(doc, "costs_us");
+    doc_list(doc, cost->n);
+    for (unsigned i = 0; i < cost->n; i++) {
+        doc_list(doc, 2);
+        doc_uint(doc, cost->points[i].rows);
+        doc_uint(doc, cost->points[i].us);
+    }
+}
+
 void document_describe(struct doc *doc, const struct server *server, const struct served *served)
 {
     const struct version *version = served->current;
     const struct pipeline *pipeline = version->pipeline;
     const struct proof *proof = &pipeline->proof;
 
-    doc_map(doc, pipeline->outer_sum ? 19 : 18);
+    doc_map(doc, pipeline->outer_sum ? 20 : 19);
     put_str(doc, "name", served->name);
     put_uint(doc, "version", version->number);
     put_str(doc, "dtype", dtype_name(version->model.dtype));
@@ -262,6 +273,7 @@ void document_describe(struct doc *doc, const struct server *server, const struc
     put_uint(doc, "resident_bytes", version->info.resident_bytes);
     put_uint(doc, "arena_bytes", version->info.arena_bytes);
     put_uint(doc, "launches", version->info.launches);
+    put_costs(doc, &version->cost);
     doc_key(doc, "proof");
     doc_map(doc, 4);
     put_bool(doc, "constant", proof->constant);
@@ -305,7 +317,7 @@ static void put_histogram(struct doc *doc, const char *key, const struct histogr
 
 void document_stats(struct doc *doc, const char *name, const struct stats *stats)
 {
-    static const char *const reasons[BATCH_REASONS] = {"full", "idle", "delay", "deadline"};
+    static const char *const reasons[BATCH_REASONS] = {"full", "idle", "delay", "deadline", "cost"};
     uint32_t n = 0;
 
     for (unsigned i = 0; i < STATS_ERRORS; i++)

@@ -183,12 +183,14 @@ static void init_queues(struct version *version)
     bool has_choice = version->places & (version->places - 1);
 
     device->ops->plan_info(version->plans[__builtin_ctz(version->places)], &version->info);
+    cost_init(&version->cost, version->info.costs, version->info.n_costs);
     version->n_queues = has_choice ? 1 + device->n : 1;
     for (unsigned i = 0; i < version->n_queues; i++) {
         struct place_queue *queue = &version->queues[i];
 
         batch_init(&queue->batch, &version->registry->order, model->max_rows, model->max_delay_us,
                    model->queue_rows);
+        batch_set_cost(&queue->batch, &version->cost);
         queue->engines = i == 0 ? version->places : UINT32_C(1) << (i - 1) & version->places;
         queue->row_bytes =
             (uint64_t)shape_elements(&version->pipeline->in) * dtype_size(version->pipeline->dtype);

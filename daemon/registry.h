@@ -40,6 +40,7 @@ struct version {
     struct plan *plans[BACKEND_DEVICES_MAX]; /* by device; NULL: not placed there */
     uint32_t places;                         /* a bit for each device that it is placed on */
     struct plan_info info;                   /* of the first of them */
+    struct cost cost;
     uint64_t load_us;
 
     /* The first takes what any of its devices may run, the others what is bound to one, because of

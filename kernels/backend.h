@@ -18,6 +18,7 @@
 #define BACKEND_ABI         1
 #define BACKEND_SYMBOL      "fused_backend"
 #define BACKEND_SLOTS_MAX   8
+#define BACKEND_COSTS_MAX   16
 #define BACKEND_DEVICES_MAX MODEL_DEVICES_MAX /* that one daemon opens */
 
 struct backend; /* one opened device */
@@ -42,11 +43,20 @@ struct backend_info {
     char driver[32], runtime[32];                   /* versions; empty when there are none */
 };
 
+/* What a batch of so many rows takes. */
+struct backend_cost {
+    uint32_t rows, us;
+};
+
 struct plan_info {
     uint64_t resident_bytes; /* weights as the plan keeps them */
     uint64_t arena_bytes;    /* work space for max_rows, all slots together */
     unsigned launches;       /* kernels, or passes over memory, per batch; 0: not known */
-    char text[1024];         /* the plan in words, lines separated by '\n' */
+    /* Measured when it was loaded, for sizes of the backend's choice, ascending: where a block is
+     * padded, its last row and the next one. 0: not measured. */
+    unsigned n_costs;
+    struct backend_cost costs[BACKEND_COSTS_MAX];
+    char text[1024]; /* the plan in words, lines separated by '\n' */
 };
 
 /* One request's rows in a batch. The backend fills the lower half. */

@@ -8,6 +8,7 @@
  *   only=N             fails, hangs and is lost on device N alone (everywhere)
  *   slots=N            batches in flight (1)
  *   delay_ms=N         a batch ends that long after its start (0)
+ *   cost_step=N:U      a batch takes U us for each N rows, 3/4 of it for N / 2 at most, and says so
  *   reorder=1          batches with an odd number take three times as long
  *   fail_batch=N:R     batch N ends with -R
  *   fail_start=N:R     batch N is refused by start() with -R
@@ -41,7 +42,8 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only;
+        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, cost_step,
+        cost_step_us;
 };
 
 struct slot {
@@ -67,6 +69,7 @@ struct memory {
 };
 
 static struct backend_ops fake_ops;
+static long cost_step, cost_step_us; /* the script's: a plan does not lead to it */
 
 static double now_ms(void)
 {
@@ -107,6 +110,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"lost_pin", &script->lost_pin, NULL},
         {"lost_memory", &script->lost_memory, NULL},
         {"only", &script->only, NULL},
+        {"cost_step", &script->cost_step, &script->cost_step_us},
     };
 
     script->slots = 1;
@@ -144,6 +148,8 @@ static int fake_open(const struct backend_options *options, struct backend **ret
             backend->script.hang_from = backend->script.sticky_from = backend->script.lost_load =
                 backend->script.lost_memory = backend->script.open_fails =
                     backend->script.oom_load_over = 0;
+    cost_step = backend->script.cost_step;
+    cost_step_us = backend->script.cost_step_us;
     if (r == 0 && backend->script.open_fails)
         r = report_set(report, -ENODEV, "the script says that there is no device");
     if (r == 0)
@@ -212,9 +218,24 @@ static int fake_load(struct backend *backend, const struct pipeline *pipeline, u
     return 0;
 }
 
+static uint32_t cost_of(uint64_t rows)
+{
+    uint64_t step = (uint64_t)cost_step, us = (uint64_t)cost_step_us;
+
+    return (uint32_t)(rows <= step / 2 ? us * 3 / 4 : (rows + step - 1) / step * us);
+}
+
 static void fake_plan_info(const struct plan *plan, struct plan_info *ret)
 {
     backend_cpu()->plan_info(plan, ret);
+    ret->n_costs = 0;
+    for (uint32_t k = 0; cost_step > 0 && ret->n_costs + 2 <= BACKEND_COSTS_MAX; k++) {
+        uint32_t step = (uint32_t)cost_step, rows = k < 2 ? k * step / 2 + 1 : (k - 1) * step + 1;
+        uint32_t last = k == 0 ? step / 2 : k * step;
+
+        ret->costs[ret->n_costs++] = (struct backend_cost){rows, cost_of(rows)};
+        ret->costs[ret->n_costs++] = (struct backend_cost){last, cost_of(last)};
+    }
 }
 
 static void fake_unload(struct backend *backend, struct plan *plan)
@@ -248,6 +269,8 @@ static int fake_start(struct backend *backend, unsigned number, struct batch *ba
     if (script->reorder && backend->n_started % 2 == 1)
         delay_ms *= 3;
     *slot = (struct slot){batch, backend->n_started, now_ms() + (double)delay_ms};
+    if (script->cost_step > 0)
+        slot->ends_ms += cost_of(batch->rows) / 1e3;
     return 0;
 }
 

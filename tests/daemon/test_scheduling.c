@@ -250,6 +250,59 @@ static void forms_when_the_device_is_about_to_be_free(void **state)
     daemon_stop(&daemon);
 }
 
+/* Blocks of 16 rows: two of 8 and one more are 16 rows and 8, not 24 that take as long as 32. */
+static void keeps_to_what_batches_cost(void **state)
+{
+    struct proto_request describe = {.verb = VERB_MODEL_DESCRIBE, .model.name = str(MODEL_A)};
+    struct proto_reply reply;
+    struct scan_item item;
+    struct daemon daemon;
+    const uint8_t *found;
+    size_t n, pos = 0;
+
+    (void)state;
+    start(&daemon, "cost_step=16:50000", NULL, "batching = { max_rows = 64; };\n");
+    client_start(&many[0], &daemon);
+    client_call(&many[0], &describe, -1, &reply, NULL);
+    assert_ok(&reply);
+    assert_int_equal(
+        scan_find(reply.document.bytes, reply.document.n_bytes, "costs_us.3.0", &found, &n), 0);
+    assert_int_equal(scan_item(found, n, &pos, &item), 0);
+    assert_int_equal(item.u, 16);
+    for (int i = 0; i < 4; i++) {
+        send_a(&many[0], 0);
+        if (i == 0)
+            sleep_ms(10); /* it runs, the others wait */
+    }
+    for (int i = 0; i < 4; i++) {
+        assert_true(client_recv(&many[0], &reply, NULL));
+        assert_is_a(&reply);
+        assert_int_equal(reply.infer.batch_rows, i == 0 || i == 3 ? A_ROWS : 2 * A_ROWS);
+    }
+    assert_int_equal(stat_of(&many[0], "closed.cost"), 1);
+    client_close(&many[0]);
+    daemon_stop(&daemon);
+
+    /* Whole blocks get no cheaper by waiting for more of them. */
+    start(&daemon, "cost_step=16:1000", NULL,
+          "batching = { max_rows = 64; max_delay_us = 400000; };\n");
+    client_start(&many[0], &daemon);
+    send_a(&many[0], 0);
+    sleep_ms(20);
+    send_a(&many[0], 0);
+    for (int i = 0; i < 2; i++) {
+        assert_true(client_recv(&many[0], &reply, NULL));
+        assert_is_a(&reply);
+        assert_int_equal(reply.infer.batch_rows, 2 * A_ROWS);
+        assert_in_range(reply.infer.queue_us, 0, 200000);
+    }
+    assert_int_equal(stat_of(&many[0], "closed.cost"), 1);
+    assert_int_equal(stat_of(&many[0], "closed.delay"), 0);
+    client_close(&many[0]);
+    assert_healthy(&daemon);
+    daemon_stop(&daemon);
+}
+
 /* ---- large requests ---- */
 
 #define ROWS 7 /* of each of the models below; batches take 2 */
@@ -554,6 +607,7 @@ int main(void)
         cmocka_unit_test(serves_uids_by_rows),
         cmocka_unit_test(waits_for_more_as_long_as_told),
         cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
+        cmocka_unit_test(keeps_to_what_batches_cost),
         cmocka_unit_test(cuts_without_a_trace),
         cmocka_unit_test(lets_others_in_between),
         cmocka_unit_test(cuts_compact_sums),

@@ -1,0 +1,138 @@
+/*
+ * test_cost.c - what measured times say about the size of a batch
+ */
+#include "unit.h"
+
+#include "daemon/cost.h"
+
+static struct cost cost;
+
+static void measured(unsigned n, const struct backend_cost *points)
+{
+    cost_init(&cost, points, n);
+}
+
+static void draws_lines(void **state)
+{
+    static const struct backend_cost points[] = {{4, 100}, {8, 140}, {16, 300}};
+
+    (void)state;
+    measured(3, points);
+    assert_int_equal(cost_us(&cost, 1), 100);
+    assert_int_equal(cost_us(&cost, 4), 100);
+    assert_int_equal(cost_us(&cost, 6), 120);
+    assert_int_equal(cost_us(&cost, 8), 140);
+    assert_int_equal(cost_us(&cost, 12), 220);
+    assert_int_equal(cost_us(&cost, 16), 300);
+    assert_int_equal(cost_us(&cost, 24), 460);
+    measured(1, points);
+    assert_int_equal(cost_us(&cost, 2), 100);
+    assert_int_equal(cost_us(&cost, 8), 200);
+}
+
+static void evens_out_what_cannot_be(void **state)
+{
+    static const struct backend_cost points[] = {{0, 5}, {4, 100}, {4, 90},
+                                                 {2, 3}, {8, 80},  {9, 200}};
+
+    (void)state;
+    measured(6, points);
+    assert_int_equal(cost.n, 3);
+    assert_int_equal(cost.points[0].rows, 4);
+    assert_int_equal(cost.points[1].rows, 8);
+    assert_int_equal(cost.points[1].us, 100);
+    assert_int_equal(cost.points[2].us, 200);
+}
+
+static void decides_nothing_unmeasured(void **state)
+{
+    (void)state;
+    measured(0, NULL);
+    assert_false(cost_splits(&cost, 64, 1));
+    assert_int_equal(cost_limit(&cost, 65), 65);
+    assert_int_equal(cost_enough(&cost, 1024), 1024);
+}
+
+/* Blocks of 64: a few rows more than whole blocks wait for the next batch. */
+static void stops_at_a_block(void **state)
+{
+    static const struct backend_cost points[] = {{1, 60},    {16, 100},  {64, 200},
+                                                 {65, 400},  {128, 400}, {129, 600},
+                                                 {192, 600}, {193, 800}, {256, 800}};
+
+    (void)state;
+    measured(9, points);
+    assert_int_equal(cost_limit(&cost, 64), 64);
+    assert_int_equal(cost_limit(&cost, 65), 64);
+    assert_int_equal(cost_limit(&cost, 80), 64); /* 200 + 100 instead of 400 */
+    assert_int_equal(cost_limit(&cost, 127), 127);
+    assert_int_equal(cost_limit(&cost, 128), 128);
+    assert_int_equal(cost_limit(&cost, 130), 128);
+    assert_int_equal(cost_limit(&cost, 200), 192);
+    assert_int_equal(cost_limit(&cost, 256), 256);
+    assert_true(cost_splits(&cost, 64, 1));
+    assert_true(cost_splits(&cost, 1, 64));
+    assert_true(cost_splits(&cost, 32, 33));
+    assert_false(cost_splits(&cost, 60, 64)); /* 392 is not clearly less than 400 */
+    assert_false(cost_splits(&cost, 64, 0));
+    assert_false(cost_splits(&cost, 0, 64));
+    assert_int_equal(cost_enough(&cost, 256), 64); /* 3.125 us a row, as 256 */
+}
+
+/* What is read once a batch makes every row cheaper, and no part of it worth running alone. */
+static void takes_all_where_more_is_cheaper(void **state)
+{
+    static const struct backend_cost points[] = {{1, 100}, {64, 101}, {256, 110}, {1024, 380}};
+
+    (void)state;
+    measured(4, points);
+    for (uint64_t rows = 1; rows <= 1024; rows++)
+        assert_int_equal(cost_limit(&cost, rows), rows);
+    assert_int_equal(cost_enough(&cost, 1024), 1024); /* 0.37 us, and 0.43 at 256 */
+    measured(3, points);
+    assert_int_equal(cost_enough(&cost, 256), 256);
+}
+
+/* By any table: what is proposed is clearly cheaper, and there is nothing to gain from ties. */
+static void never_proposes_what_is_dearer(void **state)
+{
+    unsigned seed = 20261101;
+
+    (void)state;
+    for (unsigned round = 0; round < 2000; round++) {
+        struct backend_cost points[BACKEND_COSTS_MAX];
+        unsigned n = 1 + (unsigned)rand_r(&seed) % BACKEND_COSTS_MAX;
+        uint32_t rows = 0, us = 0;
+
+        for (unsigned i = 0; i < n; i++) {
+            rows += 1 + (uint32_t)rand_r(&seed) % 40;
+            us += (uint32_t)rand_r(&seed) % 500;
+            points[i] = (struct backend_cost){rows, us};
+        }
+        measured(n, points);
+        for (unsigned i = 0; i < 50; i++) {
+            uint64_t all = 1 + (uint64_t)rand_r(&seed) % 700, first = cost_limit(&cost, all);
+
+            assert_in_range(first, 1, all);
+            if (first < all)
+                assert_true(cost_us(&cost, first) + cost_us(&cost, all - first) <
+                            cost_us(&cost, all));
+            assert_true(cost_us(&cost, all) <= cost_us(&cost, all + 1));
+            assert_in_range(cost_enough(&cost, (uint32_t)all), 1, all);
+        }
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(draws_lines),
+        cmocka_unit_test(evens_out_what_cannot_be),
+        cmocka_unit_test(decides_nothing_unmeasured),
+        cmocka_unit_test(stops_at_a_block),
+        cmocka_unit_test(takes_all_where_more_is_cheaper),
+        cmocka_unit_test(never_proposes_what_is_dearer),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
