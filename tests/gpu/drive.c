@@ -395,6 +395,8 @@ static int clients_end(struct client *clients, int n)
         sum.ended += c->ended;
     }
     end_ms = now_ms();
+    free(expected[0]);
+    free(expected[1]);
     printf("ok=%" PRIu64 " of_second=%" PRIu64 " wrong=%" PRIu64 " stale=%" PRIu64
            " gpu_lost=%" PRIu64 " no_memory=%" PRIu64 " other=%" PRIu64 " ended=%" PRIu64
            " since_ok_ms=%.0f\n",
@@ -427,6 +429,7 @@ static int traffic(const char *name, const char *kind, double ms, int n)
 {
     static struct client clients[CLIENTS_MAX];
     struct load load;
+    int r;
 
     load_open(&load, name, kind_of(kind));
     first_result(&load, &expected[0]);
@@ -437,7 +440,9 @@ static int traffic(const char *name, const char *kind, double ms, int n)
     for (double end = now_ms() + ms; now_ms() < end && n_running > 0;)
         sleep_ms(20);
     over = true;
-    return clients_end(clients, n);
+    r = clients_end(clients, n);
+    golden_close(&load.golden);
+    return r;
 }
 
 /* ---- swap ---- */
@@ -461,6 +466,7 @@ static int swap(const char *name, const char *dir, double ms, int n)
     struct load load;
     struct fused *f;
     double end;
+    int r;
 
     load_open(&load, name, KIND_HOST);
     must(fused_connect(NULL, "swap", &f), NULL, "connect");
@@ -481,7 +487,9 @@ static int swap(const char *name, const char *dir, double ms, int n)
     over = true;
     printf("swaps=%u ", epoch / 2);
     fused_close(f);
-    return clients_end(clients, n);
+    r = clients_end(clients, n);
+    golden_close(&load.golden);
+    return r;
 }
 
 /* ---- clients that misbehave ---- */
@@ -539,6 +547,7 @@ static int spoil(const char *name)
         fused_buffer_free(seat.x);
         fused_buffer_free(seat.y);
     }
+    golden_close(&load.golden);
     puts("spoilt");
     return 0;
 }
