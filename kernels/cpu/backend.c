@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "kernels/backend.h"
+#include "measure.h"
 #include "onednn.h"
 #include "plan.h"
 #include "pool.h"
@@ -113,6 +114,17 @@ static void cpu_info(struct backend *backend, struct backend_info *ret)
     *ret = backend->info;
 }
 
+/* With threads of its own: the backend's may be at work for another plan. */
+static void measure(struct plan *plan, unsigned workers, uint32_t max_rows)
+{
+    struct pool *pool;
+
+    if (pool_new(workers, init_worker, &pool, NULL) < 0)
+        return;
+    plan->n_costs = measure_plan(plan, pool, max_rows, plan->costs);
+    pool_free(pool);
+}
+
 static int cpu_load(struct backend *backend, const struct pipeline *pipeline, uint32_t max_rows,
                     struct plan **ret, struct report *report)
 {
@@ -120,6 +132,8 @@ static int cpu_load(struct backend *backend, const struct pipeline *pipeline, ui
     int r;
 
     r = plan_new(backend->onednn, pool_workers(backend->pool), pipeline, max_rows, ret, report);
+    if (r == 0)
+        measure(*ret, pool_workers(backend->pool), max_rows);
     onednn_restore_threads(threads);
     return r;
 }
@@ -128,7 +142,9 @@ static void cpu_plan_info(const struct plan *plan, struct plan_info *ret)
 {
     *ret = (struct plan_info){.resident_bytes = plan->resident_bytes,
                               .arena_bytes = plan->arena_bytes,
-                              .launches = plan_passes(plan)};
+                              .launches = plan_passes(plan),
+                              .n_costs = plan->n_costs};
+    memcpy(ret->costs, plan->costs, sizeof(ret->costs));
     snprintf(ret->text, sizeof(ret->text), "%s", plan->text);
 }
 

@@ -94,6 +94,8 @@ struct plan {
     uint64_t resident_bytes, arena_bytes;
     void *arena; /* all of the work space above */
     size_t arena_size;
+    unsigned n_costs; /* as measured when it was loaded */
+    struct backend_cost costs[BACKEND_COSTS_MAX];
     char text[1024];
 };
 

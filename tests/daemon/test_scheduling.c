@@ -172,7 +172,8 @@ static void waits_for_more_as_long_as_told(void **state)
     uint64_t queue_us[2];
 
     (void)state;
-    start(&daemon, NULL, NULL, "batching = { max_rows = 32; max_delay_us = 200000; };\n");
+    /* A backend that knows nothing of what batches cost. */
+    start(&daemon, "slots=1", NULL, "batching = { max_rows = 32; max_delay_us = 200000; };\n");
     client_start(&many[0], &daemon);
     client_start(&many[1], &daemon);
     send_a(&many[0], 0);
