@@ -100,7 +100,7 @@ static bool fails(int error)
     if (!fault.exempt && atomic_load(&others.armed))
         now = atomic_fetch_add(&others.count, 1) + 1 == others.n;
     if (now)
-        errno = fault.error ? fault.error : error;
+        errno = fault.error > 0 ? fault.error : error;
     return now;
 }
 
@@ -120,7 +120,6 @@ WRAP(void *, calloc, ENOMEM, NULL, (size_t n, size_t size), (n, size))
 WRAP(void *, realloc, ENOMEM, NULL, (void *p, size_t n), (p, n))
 WRAP(char *, strdup, ENOMEM, NULL, (const char *s), (s))
 WRAP(ssize_t, read, EIO, -1, (int fd, void *to, size_t n), (fd, to, n))
-WRAP(ssize_t, pread, EIO, -1, (int fd, void *to, size_t n, off_t offset), (fd, to, n, offset))
 WRAP(void *, mmap, ENOMEM, MAP_FAILED,
      (void *address, size_t n, int protection, int flags, int fd, off_t offset),
      (address, n, protection, flags, fd, offset))
@@ -160,6 +159,15 @@ WRAP(int, timerfd_create, EMFILE, -1, (int clock, int flags), (clock, flags))
 WRAP(int, pthread_create, EAGAIN, EAGAIN,
      (pthread_t * thread, const pthread_attr_t *attr, void *(*run)(void *), void *data),
      (thread, attr, run, data))
+
+ssize_t __real_pread(int fd, void *to, size_t n, off_t offset);
+ssize_t __wrap_pread(int fd, void *to, size_t n, off_t offset);
+ssize_t __wrap_pread(int fd, void *to, size_t n, off_t offset)
+{
+    if (!fails(EIO))
+        return __real_pread(fd, to, n, offset);
+    return fault.error == FAULT_SHORT ? __real_pread(fd, to, (n + 1) / 2, offset) : -1;
+}
 
 /* Those of single areas (WRAP_AREA in tests.mk). Elsewhere they are not wrapped, and what they
  * would pass on to is not there. */

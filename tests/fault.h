@@ -18,7 +18,9 @@
 /* The n-th wrapped call from now on (from 1) fails, once: allocations and mappings with ENOMEM,
  * calls that make a descriptor with EMFILE, all others with EIO. */
 void fault_arm(unsigned n);
-/* The same with an error of your choice, as EINTR. */
+/* The same with an error of your choice, as EINTR. With FAULT_SHORT a pread() gives half of what it
+ * could. */
+#define FAULT_SHORT (-1)
 void fault_arm_with(unsigned n, int error);
 
 /* The same for every thread but this one: the n-th call of all of them together. */

@@ -44,6 +44,7 @@ tests: $(TESTS) $(B)/fake-backend.so $(B)/tests/service/load $(B)/tests/service/
 $(TESTS_daemon): | $(B)/fused $(B)/fake-backend.so
 $(TESTS_client): | $(B)/fused $(B)/fusectl
 $(TESTS_hostile): | $(B)/fused $(B)/fake-backend.so
+$(B)/tests/hostile/test_host: | $(B)/clock.so
 
 # Tests of device buffers, on hosts without a GPU.
 $(B)/tests/client/test_device: | $(B)/fake-backend.so $(B)/fake-cuda.so
@@ -51,6 +52,10 @@ $(B)/tests/client/test_device: | $(B)/fake-backend.so $(B)/fake-cuda.so
 $(B)/fake-cuda.so: $(call obj,tests/fake_cuda.c)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -Wl,-soname,libcuda.so.1 -o $@ $^
+
+$(B)/clock.so: $(call obj,tests/hostile/clock.c)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ -ldl
 
 $(B)/fake-backend.so: $(call obj,tests/fake_backend.c) $(B)/libcpu.a $(B)/libkernels.a
 	$(SAY) LD $@

@@ -212,6 +212,46 @@ static void test_interrupted(void **state)
     assert_int_equal(rmdir(path), 0);
 }
 
+/* W-14. Reads that a signal ends, or that give less than was asked for, go on. */
+static void test_interrupted_reads(void **state)
+{
+    static const int errors[] = {EINTR, FAULT_SHORT};
+    static const char weights[] = GOLDEN "a_float16.safetensors", conf[] = GOLDEN "a_float16.conf";
+
+    (void)state;
+    for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++) {
+        unsigned n_through = 0, n = 1;
+        struct safetensors *file;
+        struct report report;
+        bool last;
+        int r;
+
+        do {
+            fault_arm_with(n, errors[i]);
+            r = safetensors_open(AT_FDCWD, weights, &file, &report);
+            if (r == 0) {
+                uint16_t first[64];
+
+                r = safetensors_read(file, safetensors_at(file, 0), 0, 64, first, &report);
+                safetensors_free(file);
+            }
+            n_through += r == 0;
+        } while (fault_disarm() >= n++);
+        assert_int_equal(r, 0);
+        assert_int_equal(n_through, 4); /* length, header, data; and without a fault */
+        n_through = 0;
+        n = 1;
+        do {
+            fault_arm_with(n, errors[i]);
+            r = model_parse(AT_FDCWD, conf, &model, &report);
+            last = fault_disarm() < n++;
+            n_through += r == 0;
+        } while (!last);
+        assert_int_equal(r, 0);
+        assert_int_equal(n_through, 2);
+    }
+}
+
 /* ---- jansson's own allocations ---- */
 
 static unsigned n_json, fail_json;
@@ -286,9 +326,8 @@ static void test_json(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_load),
-        cmocka_unit_test(test_write),
-        cmocka_unit_test(test_interrupted),
+        cmocka_unit_test(test_load),        cmocka_unit_test(test_write),
+        cmocka_unit_test(test_interrupted), cmocka_unit_test(test_interrupted_reads),
         cmocka_unit_test(test_json),
     };
 
