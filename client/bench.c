@@ -8,8 +8,9 @@
  * it delayed, also in those that could not be sent for want of a place. Requests meant before the
  * warm-up's end are not counted.
  *
- * Place k has the same input in every client. To verify, each input runs alone first; later answers
- * must have its bits, whatever they were batched with.
+ * Place k has the same input in every client, of which a request takes as many rows as it has. To
+ * verify, each input runs alone first, in each shape; later answers must have its bits, whatever
+ * they were batched with.
  */
 #include "client/bench.h"
 
@@ -35,7 +36,8 @@
 struct place {
     uint64_t due_ns;
     bool is_busy;
-    void *x, *y; /* where this side can touch them */
+    unsigned shape; /* of the request in flight */
+    void *x, *y;    /* where this side can touch them */
 };
 
 struct client {
@@ -45,7 +47,7 @@ struct client {
     struct fused_buffer *in, *out;
     struct place *places;
     uint8_t *memory; /* inputs and results, where no buffer has them */
-    unsigned number;
+    unsigned number, n_sent;
     uint64_t random, next_ns;
     int last_code; /* of the answer taken last */
     struct bench_result result;
@@ -56,7 +58,7 @@ struct bench_run {
     const struct bench_load *load;
     uint64_t in_step, out_step; /* bytes from place to place */
     uint8_t *inputs;            /* one for each place */
-    uint8_t *expected;          /* to verify; else NULL */
+    uint8_t *expected;          /* to verify, by place and shape; else NULL */
     uint64_t start_ns, counted_ns, end_ns;
     uint64_t stopped_ns; /* the last client's end, where that is before end_ns */
     atomic_bool is_over; /* before end_ns: the user's wish, or a client cannot go on */
@@ -196,12 +198,15 @@ static void close_client(struct client *c)
 static int send_place(struct client *c, unsigned k, uint64_t due_ns)
 {
     const struct bench_load *load = c->run->load;
+    unsigned number = (c->number + c->n_sent++) % load->n_shapes;
+    const struct bench_shape *shape = &load->shapes[number];
     struct fused_infer call = FUSED_INFER_INIT;
     struct place *place = &c->places[k];
 
+    place->shape = number;
     call.model = load->model;
-    call.input = load->input;
-    call.output = load->output;
+    call.input = shape->input;
+    call.output = shape->output;
     call.user = place;
     if (load->place == BENCH_INLINE) {
         call.input.data = place->x;
@@ -213,7 +218,7 @@ static int send_place(struct client *c, unsigned k, uint64_t due_ns)
         call.output.offset = k * c->run->out_step;
     }
     if (c->run->expected)
-        memset(place->y, POISON, load->output_bytes);
+        memset(place->y, POISON, shape->output_bytes);
     place->due_ns = due_ns;
     place->is_busy = true;
     return fused_submit(c->f, &call, NULL);
@@ -223,13 +228,15 @@ static int send_place(struct client *c, unsigned k, uint64_t due_ns)
 
 static void count(struct client *c, const struct fused_result *answer, const struct place *place)
 {
+    const struct bench_load *load = c->run->load;
+    const struct bench_shape *shape = &load->shapes[place->shape];
     struct bench_result *result = &c->result;
     uint64_t now = now_ns();
-    size_t k = (size_t)(place - c->places);
+    size_t k = (size_t)(place - c->places) * load->n_shapes + place->shape;
 
     atomic_fetch_add_explicit(&((struct bench_run *)c->run)->n_answers, 1, memory_order_relaxed);
     if (c->run->expected && answer->code == 0 &&
-        memcmp(place->y, c->run->expected + k * c->run->out_step, c->run->load->output_bytes) != 0)
+        memcmp(place->y, c->run->expected + k * c->run->out_step, shape->output_bytes) != 0)
         result->n_wrong++;
     result->n_repeats += answer->repeats;
     if (place->due_ns < c->run->counted_ns)
@@ -243,6 +250,9 @@ static void count(struct client *c, const struct fused_result *answer, const str
     result->n_ok++;
     result->n_late += answer->late != 0;
     result->batch_rows += answer->batch_rows;
+    result->rows += shape->rows;
+    result->input_bytes += shape->input_bytes;
+    result->output_bytes += shape->output_bytes;
     histogram_add(&result->latency_ns, now - place->due_ns);
     histogram_add(&result->queue_us, answer->queue_us);
     histogram_add(&result->run_us, answer->run_us);
@@ -372,17 +382,21 @@ static void *run_client(void *data)
 static int learn(struct bench_run *run, struct client *c)
 {
     const struct bench_load *load = run->load;
-    uint8_t *expected = calloc(load->depth, run->out_step);
+    size_t n = (size_t)load->depth * load->n_shapes;
+    uint8_t *expected = calloc(n, run->out_step);
     int r = expected ? 0 : -ENOMEM;
 
-    for (unsigned k = 0; k < load->depth && r == 0; k++) {
-        r = send_place(c, k, 0);
+    /* The shapes come in turn, and this is the first client. */
+    for (size_t i = 0; i < n && r == 0; i++) {
+        struct place *place = &c->places[i / load->n_shapes];
+
+        r = send_place(c, (unsigned)(i / load->n_shapes), 0);
         if (r == 0)
             take(c, -1, &r);
         if (r == 0)
             r = c->last_code;
         if (r == 0)
-            memcpy(expected + k * run->out_step, c->places[k].y, load->output_bytes);
+            memcpy(expected + i * run->out_step, place->y, load->shapes[place->shape].output_bytes);
     }
     c->result = (struct bench_result){0};
     run->expected = expected;
@@ -402,6 +416,9 @@ static void join_results(struct bench_result *to, const struct bench_result *fro
     to->n_unsent += from->n_unsent;
     to->n_repeats += from->n_repeats;
     to->batch_rows += from->batch_rows;
+    to->rows += from->rows;
+    to->input_bytes += from->input_bytes;
+    to->output_bytes += from->output_bytes;
     if (to->error == 0)
         to->error = from->error;
     if (to->text[0] == 0)
@@ -474,13 +491,18 @@ int bench_run(const struct bench_load *load, bool (*say)(double part, uint64_t n
     int r = -ENOMEM;
 
     text[0] = 0;
-    run.in_step = (load->input_bytes + PLACE_ALIGNED - 1) / PLACE_ALIGNED * PLACE_ALIGNED;
-    run.out_step = (load->output_bytes + PLACE_ALIGNED - 1) / PLACE_ALIGNED * PLACE_ALIGNED;
+    for (unsigned s = 0; s < load->n_shapes; s++) {
+        uint64_t in = (load->shapes[s].input_bytes + PLACE_ALIGNED - 1) / PLACE_ALIGNED;
+        uint64_t out = (load->shapes[s].output_bytes + PLACE_ALIGNED - 1) / PLACE_ALIGNED;
+
+        run.in_step = in * PLACE_ALIGNED > run.in_step ? in * PLACE_ALIGNED : run.in_step;
+        run.out_step = out * PLACE_ALIGNED > run.out_step ? out * PLACE_ALIGNED : run.out_step;
+    }
     run.inputs = calloc(load->depth, run.in_step);
     if (!result || !clients || !run.inputs)
         goto out;
     for (unsigned k = 0; k < load->depth; k++)
-        fill(run.inputs + k * run.in_step, load->input_bytes, load->input.dtype, k + 1);
+        fill(run.inputs + k * run.in_step, run.in_step, load->shapes[0].input.dtype, k + 1);
     r = open_clients(&run, clients, text);
     if (r == 0)
         r = run_threads(&run, clients, say);

@@ -13,11 +13,19 @@
 
 enum bench_place { BENCH_BUFFERS, BENCH_INLINE, BENCH_DEVICE };
 
+#define BENCH_SHAPES_MAX 8
+
+struct bench_shape {
+    uint32_t rows;
+    struct fused_tensor input, output; /* dtype and shape */
+    uint64_t input_bytes, output_bytes;
+};
+
 /* What is asked, the same for every client. */
 struct bench_load {
     const char *socket, *model;
-    struct fused_tensor input, output; /* dtype and shape */
-    uint64_t input_bytes, output_bytes;
+    struct bench_shape shapes[BENCH_SHAPES_MAX]; /* a client's requests take them in turn */
+    unsigned n_shapes;                           /* at least 1 */
     unsigned n_clients, depth; /* depth: requests of one client in flight at most */
     enum bench_place place;
     unsigned devices[BENCH_DEVICES_MAX]; /* with BENCH_DEVICE: the clients take them in turn */
@@ -43,6 +51,7 @@ struct bench_result {
     struct bench_histogram latency_ns, queue_us, run_us;
     uint64_t n_ok, n_codes[BENCH_CODES]; /* by enum fused_code; [0]: the connection's end */
     uint64_t n_wrong, n_late, n_unsent, n_repeats, batch_rows;
+    uint64_t rows, input_bytes, output_bytes; /* of those with a result */
     double seconds;
     int error;      /* why a client could not go on: a code or -errno */
     char text[256]; /* of that */

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "client/bench.h"
+#include "client/bound.h"
 #include "client/fusectl.h"
 #include "proto/base.h"
 #include "proto/proto.h"
@@ -24,6 +25,13 @@ static const struct {
 
 static const char *const places[] = {
     [BENCH_BUFFERS] = "buffers", [BENCH_INLINE] = "inline", [BENCH_DEVICE] = "device"};
+
+/* What the load is held against. */
+struct bound {
+    uint64_t max_rows;  /* of a batch */
+    double bytes_per_s; /* 0: not known */
+    bool is_link;       /* to the GPU, each way; else memory, in and out together */
+};
 
 static bool say(double part, uint64_t n)
 {
@@ -82,25 +90,41 @@ static void find_devices(json_t *model, json_t *status, struct bench_load *load)
     }
 }
 
-static int fill_tensor(const struct ctl *ctl, json_t *model, const char *key,
+static int fill_tensor(const struct ctl *ctl, json_t *model, const char *key, uint32_t rows,
                        struct fused_tensor *ret, uint64_t *ret_bytes)
 {
     const char *dtype = ctl_str(model, "dtype");
 
     ret->dtype = (enum fused_dtype)proto_dtype_parse(dtype, strlen(dtype));
-    if (ctl_fill_shape(json_object_get(model, key), ctl->rows, &ret->rank, ret->shape) < 0 ||
+    if (ctl_fill_shape(json_object_get(model, key), rows, &ret->rank, ret->shape) < 0 ||
         proto_tensor_size((enum proto_dtype)ret->dtype, (unsigned)ret->rank, ret->shape,
                           ret_bytes) < 0 ||
-        *ret_bytes == 0 || *ret_bytes > SIZE_MAX / 4096) {
-        ctl_error("%s cannot be asked for %u rows", ctl->args[0], ctl->rows);
+        *ret_bytes == 0 || *ret_bytes > SIZE_MAX / 4096 / BENCH_SHAPES_MAX) {
+        ctl_error("%s cannot be asked for %u rows", ctl->args[0], rows);
         return CTL_FAILED;
     }
     if (ctl->place == BENCH_INLINE && *ret_bytes > FUSED_INLINE_MAX) {
-        ctl_error("--inline: %s of %u rows has %" PRIu64 " bytes, and %d fit a message", key,
-                  ctl->rows, *ret_bytes, FUSED_INLINE_MAX);
+        ctl_error("--inline: %s of %u rows has %" PRIu64 " bytes, and %d fit a message", key, rows,
+                  *ret_bytes, FUSED_INLINE_MAX);
         return CTL_USAGE;
     }
     return CTL_DONE;
+}
+
+static int fill_shapes(const struct ctl *ctl, json_t *model, struct bench_load *load)
+{
+    int r = CTL_DONE;
+
+    for (unsigned i = 0; i < ctl->n_rows && r == CTL_DONE; i++) {
+        struct bench_shape *shape = &load->shapes[load->n_shapes++];
+
+        shape->rows = ctl->rows[i];
+        r = fill_tensor(ctl, model, "input", shape->rows, &shape->input, &shape->input_bytes);
+        if (r == CTL_DONE)
+            r = fill_tensor(ctl, model, "output", shape->rows, &shape->output,
+                            &shape->output_bytes);
+    }
+    return r;
 }
 
 static uint64_t failed(const struct bench_result *result)
@@ -112,9 +136,28 @@ static uint64_t failed(const struct bench_result *result)
     return n;
 }
 
-static double per_second(const struct bench_result *result, double each)
+static double per_second(const struct bench_result *result, uint64_t n)
 {
-    return result->seconds > 0 ? (double)result->n_ok * each / result->seconds : 0;
+    return result->seconds > 0 ? (double)n / result->seconds : 0;
+}
+
+static double bytes_per_second(const struct bench_result *result)
+{
+    return per_second(result, result->input_bytes + result->output_bytes);
+}
+
+/* The part of what the link, or memory, could carry; 0 when that is not known. */
+static double share(const struct bench_result *result, const struct bound *bound)
+{
+    uint64_t in = result->input_bytes, out = result->output_bytes;
+
+    if (bound->bytes_per_s <= 0)
+        return 0;
+    /* A link carries both ways at once. */
+    return per_second(result, !bound->is_link ? in + out
+                              : in > out      ? in
+                                              : out) /
+           bound->bytes_per_s;
 }
 
 static double batch_rows(const struct bench_result *result)
@@ -132,39 +175,54 @@ static json_t *json_times(const struct bench_histogram *histogram, double unit)
     return object;
 }
 
-static int print_json(const struct ctl *ctl, const struct bench_load *load,
-                      const struct bench_result *result, uint64_t max_rows)
+static json_t *json_rows(const struct bench_load *load)
 {
-    double bytes = (double)(load->input_bytes + load->output_bytes);
+    json_t *list;
+
+    if (load->n_shapes == 1)
+        return json_integer(load->shapes[0].rows);
+    list = json_array();
+    for (unsigned i = 0; i < load->n_shapes; i++)
+        json_array_append_new(list, json_integer(load->shapes[i].rows));
+    return list;
+}
+
+static json_t *json_result(const struct bench_load *load, const struct bench_result *result,
+                           const struct bound *bound)
+{
     json_t *errors = json_object(), *object;
 
     for (int k = 0; k < BENCH_CODES; k++)
         if (result->n_codes[k] > 0)
             json_object_set_new(errors, k == 0 ? "EPIPE" : fused_code_name(k),
                                 json_integer((json_int_t)result->n_codes[k]));
-    object = json_pack("{s:s, s:i, s:i, s:i, s:s, s:s, s:f, s:f, s:I, s:I, s:f, s:f, s:f}", "model",
+    object = json_pack("{s:s, s:i, s:i, s:o, s:s, s:s, s:f, s:f, s:I, s:I, s:f, s:f, s:f}", "model",
                        load->model, "clients", (int)load->n_clients, "in_flight", (int)load->depth,
-                       "rows", (int)ctl->rows, "place", places[load->place], "loop",
+                       "rows", json_rows(load), "place", places[load->place], "loop",
                        load->rate <= 0 ? "closed"
                        : load->poisson ? "poisson"
                                        : "constant",
                        "rate", load->rate, "seconds", result->seconds, "requests",
                        (json_int_t)result->n_ok, "failed", (json_int_t)failed(result),
-                       "requests_per_s", per_second(result, 1), "rows_per_s",
-                       per_second(result, ctl->rows), "bytes_per_s", per_second(result, bytes));
+                       "requests_per_s", per_second(result, result->n_ok), "rows_per_s",
+                       per_second(result, result->rows), "bytes_per_s", bytes_per_second(result));
     json_object_set_new(object, "latency_us", json_times(&result->latency_ns, 1e-3));
     json_object_set_new(object, "queue_us", json_times(&result->queue_us, 1));
     json_object_set_new(object, "run_us", json_times(&result->run_us, 1));
     json_object_set_new(object, "batch_rows", json_real(batch_rows(result)));
-    json_object_set_new(object, "batch_fill",
-                        json_real(max_rows ? batch_rows(result) / (double)max_rows : 0));
+    json_object_set_new(
+        object, "batch_fill",
+        json_real(bound->max_rows ? batch_rows(result) / (double)bound->max_rows : 0));
+    json_object_set_new(object, "bound", json_string(bound->is_link ? "link" : "memory"));
+    json_object_set_new(object, "bound_bytes_per_s", json_real(bound->bytes_per_s));
+    json_object_set_new(object, "bound_share", json_real(share(result, bound)));
     json_object_set_new(object, "errors", errors);
     json_object_set_new(object, "late", json_integer((json_int_t)result->n_late));
     json_object_set_new(object, "unsent", json_integer((json_int_t)result->n_unsent));
     json_object_set_new(object, "repeats", json_integer((json_int_t)result->n_repeats));
     if (load->verify)
         json_object_set_new(object, "wrong", json_integer((json_int_t)result->n_wrong));
-    return ctl_print_json(object);
+    return object;
 }
 
 static const char *us_text(double us, char text[CTL_TEXT_MAX])
@@ -187,15 +245,33 @@ static void print_times(const char *name, const struct bench_histogram *histogra
     putchar('\n');
 }
 
-static void print_table(const struct ctl *ctl, const struct bench_load *load,
-                        const struct bench_result *result, uint64_t max_rows)
+static void print_head(const struct bench_load *load)
 {
     char in[CTL_TEXT_MAX], out[CTL_TEXT_MAX];
-    double bytes = (double)(load->input_bytes + load->output_bytes);
 
-    printf("%-11s %s, %u row%s a request (%s in, %s out), %s\n", "model", load->model, ctl->rows,
-           ctl->rows == 1 ? "" : "s", ctl_bytes(load->input_bytes, in),
-           ctl_bytes(load->output_bytes, out), places[load->place]);
+    printf("%-11s %s, ", "model", load->model);
+    for (unsigned i = 0; i < load->n_shapes; i++)
+        printf("%s%u", i == 0 ? "" : i + 1 < load->n_shapes ? ", " : " or ", load->shapes[i].rows);
+    printf(" row%s a request", load->n_shapes == 1 && load->shapes[0].rows == 1 ? "" : "s");
+    if (load->n_shapes == 1)
+        printf(" (%s in, %s out)", ctl_bytes(load->shapes[0].input_bytes, in),
+               ctl_bytes(load->shapes[0].output_bytes, out));
+    printf(", %s\n", places[load->place]);
+}
+
+static void print_errors(const struct bench_result *result)
+{
+    printf("%-11s", "errors");
+    for (int k = 0; k < BENCH_CODES; k++)
+        if (result->n_codes[k] > 0)
+            printf(" %s %" PRIu64, k == 0 ? "EPIPE" : fused_code_name(k), result->n_codes[k]);
+    puts(failed(result) == 0 ? " none" : "");
+}
+
+static void print_table(const struct bench_load *load, const struct bench_result *result,
+                        const struct bound *bound)
+{
+    print_head(load);
     printf("%-11s %u client%s, %u in flight each, ", "load", load->n_clients,
            load->n_clients == 1 ? "" : "s", load->depth);
     if (load->rate > 0)
@@ -205,8 +281,8 @@ static void print_table(const struct ctl *ctl, const struct bench_load *load,
         printf("closed loop");
     printf(", %.1f s\n", result->seconds);
     printf("%-11s %.1f requests/s, %.1f rows/s, %.3f GB/s; %" PRIu64 " requests", "served",
-           per_second(result, 1), per_second(result, ctl->rows), per_second(result, bytes) * 1e-9,
-           result->n_ok);
+           per_second(result, result->n_ok), per_second(result, result->rows),
+           bytes_per_second(result) * 1e-9, result->n_ok);
     if (result->n_unsent > 0)
         printf(", %" PRIu64 " more could not be sent in time", result->n_unsent);
     putchar('\n');
@@ -214,21 +290,55 @@ static void print_table(const struct ctl *ctl, const struct bench_load *load,
     print_times("waiting", &result->queue_us, 1);
     print_times("running", &result->run_us, 1);
     printf("%-11s %.1f rows of the %" PRIu64 " that fit one, in the mean of all requests\n",
-           "batches", batch_rows(result), max_rows);
+           "batches", batch_rows(result), bound->max_rows);
+    if (bound->bytes_per_s > 0)
+        printf("%-11s %.1f %% of the %.1f GB/s that %s\n", "bound", 100 * share(result, bound),
+               bound->bytes_per_s * 1e-9,
+               bound->is_link ? "the link to the GPU carries each way"
+                              : "one thread copies in memory");
     if (load->verify)
         printf("%-11s %" PRIu64 " answers with other bits than alone\n", "verified",
                result->n_wrong);
     if (result->n_repeats > 0)
         printf("%-11s %" PRIu64 " times, for the server went away\n", "repeated",
                result->n_repeats);
-    printf("%-11s", "errors");
-    for (int k = 0; k < BENCH_CODES; k++)
-        if (result->n_codes[k] > 0)
-            printf(" %s %" PRIu64, k == 0 ? "EPIPE" : fused_code_name(k), result->n_codes[k]);
-    puts(failed(result) == 0 ? " none" : "");
+    print_errors(result);
 }
 
-static int run_load(const struct ctl *ctl, const struct bench_load *load, uint64_t max_rows)
+/* A line of a ramp; before the first, what the columns are. */
+static void print_step(const struct bench_load *load, const struct bench_result *result,
+                       unsigned step)
+{
+    static const double shown[] = {0.5, 0.99, 0.999, 1};
+    char text[CTL_TEXT_MAX];
+
+    if (step == 1) {
+        print_head(load);
+        printf("%7s %10s %11s %11s %10s %10s %10s %10s %8s %8s\n", "CLIENTS", "RATE", "REQUESTS/S",
+               "ROWS/S", "P50", "P99", "P99.9", "MAX", "UNSENT", "FAILED");
+    }
+    printf("%7u %10.6g %11.1f %11.1f", load->n_clients, load->rate,
+           per_second(result, result->n_ok), per_second(result, result->rows));
+    for (size_t k = 0; k < ARRAY_SIZE(shown); k++)
+        printf(" %10s", us_text((double)histogram_at(&result->latency_ns, shown[k]) * 1e-3, text));
+    printf(" %8" PRIu64 " %8" PRIu64 "\n", result->n_unsent, failed(result));
+    fflush(stdout);
+}
+
+static int judge(const struct bench_result *result)
+{
+    if (failed(result) > 0)
+        ctl_error("the first error: %s", result->text);
+    if (result->n_wrong > 0)
+        ctl_error("%" PRIu64 " answers have other bits than alone", result->n_wrong);
+    if (result->error != 0)
+        return ctl_answer(NULL, NULL, result->error, result->text);
+    return failed(result) > 0 || result->n_wrong > 0 ? CTL_REFUSED : CTL_DONE;
+}
+
+/* One load, or one step of a ramp (from 1; else 0). What is for --json is appended to `steps`. */
+static int run_load(const struct ctl *ctl, const struct bench_load *load, const struct bound *bound,
+                    unsigned step, json_t *steps)
 {
     struct bench_result *result = NULL;
     char text[256];
@@ -241,19 +351,64 @@ static int run_load(const struct ctl *ctl, const struct bench_load *load, uint64
     if (r != 0)
         return ctl_answer(ctl, NULL, r, text);
     if (ctl->json)
-        r = print_json(ctl, load, result, max_rows);
+        json_array_append_new(steps, json_result(load, result, bound));
+    else if (step > 0)
+        print_step(load, result, step);
     else
-        print_table(ctl, load, result, max_rows);
-    if (result->error != 0 && r == CTL_DONE)
-        r = ctl_answer(ctl, NULL, result->error, result->text);
-    else if (failed(result) > 0 || result->n_wrong > 0)
-        r = CTL_REFUSED;
-    if (failed(result) > 0)
-        ctl_error("the first error: %s", result->text);
-    if (result->n_wrong > 0)
-        ctl_error("%" PRIu64 " answers have other bits than alone", result->n_wrong);
+        print_table(load, result, bound);
+    r = judge(result);
     free(result);
     return r;
+}
+
+/* The load in equal steps up to the whole: of its rate, or else of its clients. A step that failed
+ * is the last: what follows asks for more. */
+static int run_ramp(const struct ctl *ctl, const struct bench_load *whole,
+                    const struct bound *bound, json_t *steps)
+{
+    int r = CTL_DONE;
+
+    for (unsigned step = 1; step <= ctl->ramp && r == CTL_DONE && !ctl_interrupted(); step++) {
+        struct bench_load load = *whole;
+
+        load.rate = whole->rate * step / ctl->ramp;
+        if (whole->rate <= 0)
+            load.n_clients = (whole->n_clients * step + ctl->ramp - 1) / ctl->ramp;
+        r = run_load(ctl, &load, bound, step, steps);
+    }
+    return r;
+}
+
+static int run_all(const struct ctl *ctl, const struct bench_load *load, const struct bound *bound)
+{
+    json_t *steps = json_array(), *object;
+    int r, written = CTL_DONE;
+
+    r = ctl->ramp > 0 ? run_ramp(ctl, load, bound, steps) : run_load(ctl, load, bound, 0, steps);
+    object = json_incref(json_array_get(steps, 0));
+    if (ctl->json && ctl->ramp > 0)
+        written = ctl_print_json(json_pack("{s:O}", "steps", steps));
+    else if (ctl->json && object)
+        written = ctl_print_json(json_incref(object));
+    json_decref(object);
+    json_decref(steps);
+    return r == CTL_DONE ? written : r;
+}
+
+/* The links of the GPUs that the model is on; else this machine's memory. Memory of the GPU is
+ * bound by neither. */
+static void find_bound(json_t *status, const struct bench_load *load, struct bound *bound)
+{
+    for (unsigned i = 0; i < load->n_devices; i++) {
+        json_t *device = json_array_get(json_object_get(status, "devices"), load->devices[i]);
+
+        bound->bytes_per_s += (double)ctl_uint(device, "link_bytes_per_s");
+    }
+    bound->is_link = bound->bytes_per_s > 0;
+    if (load->place == BENCH_DEVICE)
+        bound->bytes_per_s = 0;
+    else if (!bound->is_link)
+        bound->bytes_per_s = bound_memory();
 }
 
 static int run_bench(struct ctl *ctl)
@@ -276,16 +431,17 @@ static int run_bench(struct ctl *ctl)
         .run_ns = (uint64_t)(seconds * 1e9),
     };
     json_t *model = NULL, *status = NULL;
+    struct bound bound = {0};
     int r;
 
     r = describe(ctl, &model, &status);
     if (r == CTL_DONE)
-        r = fill_tensor(ctl, model, "input", &load.input, &load.input_bytes);
-    if (r == CTL_DONE)
-        r = fill_tensor(ctl, model, "output", &load.output, &load.output_bytes);
+        r = fill_shapes(ctl, model, &load);
     if (r == CTL_DONE) {
         find_devices(model, status, &load);
-        r = run_load(ctl, &load, ctl_uint(model, "max_rows"));
+        find_bound(status, &load, &bound);
+        bound.max_rows = ctl_uint(model, "max_rows");
+        r = run_all(ctl, &load, &bound);
     }
     json_decref(model);
     json_decref(status);
@@ -294,13 +450,15 @@ static int run_bench(struct ctl *ctl)
 
 static const struct argp_option options[] = {
     {"clients", CTL_KEY_CLIENTS, "N", 0, "Connections, each with a thread (default 1)", 1},
-    {"rows", CTL_KEY_ROWS, "N", 0, "Rows of each request (default 1)", 1},
+    {"rows", CTL_KEY_ROWS, "N,...", 0, "Rows of each request (default 1); of several in turn", 1},
     {"in-flight", CTL_KEY_IN_FLIGHT, "N", 0,
      "Requests of a client in flight at most (default 1; with --rate 64)", 1},
     {"rate", CTL_KEY_RATE, "R", 0, "Send so many requests a second, of all clients together", 2},
     {"constant", CTL_KEY_CONSTANT, NULL, 0, "At equal distances, not those of a Poisson process",
      2},
     {"duration", CTL_KEY_DURATION, "S", 0, "Seconds that count (default 5)", 2},
+    {"ramp", CTL_KEY_RAMP, "N", 0,
+     "In N steps, each that long, up to the rate, or else to all clients", 2},
     {"buffers", CTL_KEY_BUFFERS, NULL, 0, "Tensors in shared memory (default)", 3},
     {"inline", CTL_KEY_INLINE, NULL, 0, "Tensors in the messages", 3},
     {"device", CTL_KEY_DEVICE, NULL, 0,

@@ -117,6 +117,19 @@ static void check_command(const struct ctl *ctl, struct argp_state *state)
         argp_error(state, "--constant needs --rate");
 }
 
+/* One number, or several with commas in between. */
+static void parse_rows(struct ctl *ctl, char *arg, struct argp_state *state)
+{
+    char *rest = arg, *part;
+
+    ctl->n_rows = 0;
+    while ((part = strsep(&rest, ","))) {
+        if (ctl->n_rows == BENCH_SHAPES_MAX)
+            argp_error(state, "--rows: more than %d numbers", BENCH_SHAPES_MAX);
+        ctl->rows[ctl->n_rows++] = (unsigned)parse_number(state, "--rows", part, 1, 1 << 24);
+    }
+}
+
 static error_t parse_load(int key, char *arg, struct argp_state *state)
 {
     struct ctl *ctl = state->input;
@@ -126,7 +139,10 @@ static error_t parse_load(int key, char *arg, struct argp_state *state)
         ctl->clients = (unsigned)parse_number(state, "--clients", arg, 1, 4096);
         return 0;
     case CTL_KEY_ROWS:
-        ctl->rows = (unsigned)parse_number(state, "--rows", arg, 1, 1 << 24);
+        parse_rows(ctl, arg, state);
+        return 0;
+    case CTL_KEY_RAMP:
+        ctl->ramp = (unsigned)parse_number(state, "--ramp", arg, 1, 100);
         return 0;
     case CTL_KEY_IN_FLIGHT:
         ctl->in_flight = (unsigned)parse_number(state, "--in-flight", arg, 1, 1024);
@@ -370,7 +386,8 @@ int main(int argc, char **argv)
         .children = children,
         .help_filter = list_commands,
     };
-    struct ctl ctl = {.repeat = 1, .priority = PROTO_PRIORITY_DEFAULT, .clients = 1, .rows = 1};
+    struct ctl ctl = {
+        .repeat = 1, .priority = PROTO_PRIORITY_DEFAULT, .clients = 1, .rows = {1}, .n_rows = 1};
     struct top top = {.ctl = &ctl};
     int r;
 

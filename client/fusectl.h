@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "client/bench.h"
 #include "client/fused.h"
 
 enum ctl_exit {
@@ -39,9 +40,10 @@ struct ctl {
     int priority;
 
     /* Options of bench, top and metrics. */
-    unsigned clients, rows, in_flight; /* in_flight 0: by the loop */
-    double rate, seconds;              /* rate 0: closed loop */
-    int place;                         /* enum bench_place */
+    unsigned clients, in_flight; /* in_flight 0: by the loop */
+    unsigned rows[BENCH_SHAPES_MAX], n_rows, ramp;
+    double rate, seconds; /* rate 0: closed loop */
+    int place;            /* enum bench_place */
     bool constant, verify, reconnect;
     const char *listen;
 };
@@ -72,6 +74,7 @@ enum ctl_key {
     CTL_KEY_RATE,
     CTL_KEY_CONSTANT,
     CTL_KEY_DURATION,
+    CTL_KEY_RAMP,
     CTL_KEY_INTERVAL,
     CTL_KEY_INLINE,
     CTL_KEY_BUFFERS,

@@ -105,12 +105,13 @@ static void put_device(struct doc *doc, const struct server *server, unsigned i)
     const struct place *place = &server->scheduler.places.engines[i];
     const struct registry_bytes *bytes = &server->registry.device_bytes[i];
 
-    doc_map(doc, 15);
+    doc_map(doc, 16);
     put_int(doc, "index", server->device.indices[i]);
     put_str(doc, "name", info->device);
     put_str(doc, "uuid", info->uuid);
     put_uint(doc, "memory_total_bytes", info->memory_total_bytes);
     put_uint(doc, "memory_free_bytes", info->memory_free_bytes);
+    put_uint(doc, "link_bytes_per_s", info->link_bytes_per_s);
     put_int(doc, "temperature_c", info->temperature_c);
     put_int(doc, "power_w", info->power_w);
     put_int(doc, "clock_mhz", info->clock_mhz);

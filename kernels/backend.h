@@ -39,8 +39,9 @@ struct backend_info {
     bool device_memory; /* memory_create and memory_import work */
     bool parts;         /* jobs may be parts of a request */
     uint64_t memory_total_bytes, memory_free_bytes; /* device memory; 0 on the CPU */
-    int temperature_c, power_w, clock_mhz;          /* -1: not known */
-    char driver[32], runtime[32];                   /* versions; empty when there are none */
+    uint64_t link_bytes_per_s; /* between host and device, one way; 0: none, or not known */
+    int temperature_c, power_w, clock_mhz; /* -1: not known */
+    char driver[32], runtime[32];          /* versions; empty when there are none */
 };
 
 /* What a batch of so many rows takes. */

@@ -40,6 +40,38 @@ setup() {
     expect_output 'open loop of 400 requests/s \(poisson\)'
 }
 
+@test "bench: several sizes in turn, verified" {
+    run "$fusectl" bench a_5x37x96_g12 --duration 0.3 --clients 2 --in-flight 3 --rows 1,40,7 --verify
+    expect_status 0
+    expect_output '^model +a_5x37x96_g12, 1, 40 or 7 rows a request, buffers$'
+    expect_output '^bound +[0-9.]+ % of the [1-9][0-9.]* GB/s that one thread copies in memory$'
+    expect_output '^verified +0 answers with other bits'
+    run "$fusectl" bench a_5x37x96_g12 --duration 0.2 --rows 2,6 --json
+    expect_status 0
+    expect_output '"rows":\[2,6\],'
+    expect_output '"bound":"memory","bound_bytes_per_s":[1-9]'
+    # Half of the requests have 2 rows, half 6.
+    python3 -c 'import json,sys; r = json.loads(sys.argv[1]); m = r["rows_per_s"] / r["requests_per_s"]
+assert 3.9 < m < 4.1, m' "$output"
+    run "$fusectl" bench a_5x37x96_g12 --rows 1,2,3,4,5,6,7,8,9
+    expect_status 64
+    run "$fusectl" bench a_5x37x96_g12 --rows 1,,2
+    expect_status 64
+}
+
+@test "bench: a ramp, of clients or of the rate" {
+    run "$fusectl" bench a_5x37x96_g12 --duration 0.2 --clients 5 --ramp 3
+    expect_status 0
+    expect_output '^CLIENTS +RATE +REQUESTS/S'
+    [ "$(awk 'NR > 1 && $1 ~ /^[0-9]+$/ { print $1 }' <<<"$output" | xargs)" = "2 4 5" ]
+    run "$fusectl" bench a_5x37x96_g12 --duration 0.2 --rate 1000 --ramp 2 --constant --json
+    expect_status 0
+    python3 -c 'import json,sys; s = json.loads(sys.argv[1])["steps"]
+assert [x["rate"] for x in s] == [500, 1000] and s[1]["requests"] == 200, s' "$output"
+    run "$fusectl" bench a_5x37x96_g12 --ramp 0
+    expect_status 64
+}
+
 @test "bench: what cannot be asked" {
     run "$fusectl" bench nonesuch --duration 0.1
     expect_status 1
