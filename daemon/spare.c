@@ -53,18 +53,15 @@ static void done_free(struct work *work)
 /* It is in no list. */
 static void drop(struct spare *spare)
 {
-    struct spares *spares = spare->owner;
+    struct works *works = spare->owner->works;
 
-    spares->bytes -= spare->size;
-    work_queue(spares->works, &spares->works->own, &spare->work, run_free, done_free);
+    work_queue(works, &works->own, &spare->work, run_free, done_free);
 }
 
-static void drop_oldest(struct spares *spares)
+static void unlist(struct spare *spare)
 {
-    struct spare *spare = TAILQ_FIRST(&spares->list);
-
-    TAILQ_REMOVE(&spares->list, spare, link);
-    drop(spare);
+    TAILQ_REMOVE(&spare->owner->list, spare, link);
+    spare->owner->bytes -= spare->size;
 }
 
 static void run_make(struct work *work)
@@ -84,10 +81,13 @@ static void done_make(struct work *work)
     struct spares *spares = spare->owner;
 
     spares->making = NULL;
-    if (spare->result < 0 || spares->bytes > spares->limit_bytes)
+    /* The limit may be another by now. */
+    if (spare->result < 0 || spares->bytes + spare->size > spares->limit_bytes) {
         drop(spare);
-    else
-        TAILQ_INSERT_TAIL(&spares->list, spare, link);
+        return;
+    }
+    TAILQ_INSERT_TAIL(&spares->list, spare, link);
+    spares->bytes += spare->size;
 }
 
 static struct spare *find(const struct spares *spares, size_t size)
@@ -109,8 +109,7 @@ bool spares_take(struct spares *spares, size_t size, struct shm *ret_shm,
 
     if (!spare)
         return false;
-    TAILQ_REMOVE(&spares->list, spare, link);
-    spares->bytes -= size;
+    unlist(spare);
     *ret_shm = spare->shm;
     *ret_memory = spare->memory;
     free(spare);
@@ -130,9 +129,12 @@ void spares_want(struct spares *spares, size_t size, uint64_t now_us)
         return;
     *spare = (struct spare){
         .owner = spares, .size = size, .until_us = now_us + KEEP_US, .shm = SHM_INIT};
-    while (spares->bytes > spares->limit_bytes - size && !TAILQ_EMPTY(&spares->list))
-        drop_oldest(spares);
-    spares->bytes += size;
+    while (spares->bytes > spares->limit_bytes - size) {
+        struct spare *oldest = TAILQ_FIRST(&spares->list);
+
+        unlist(oldest);
+        drop(oldest);
+    }
     spares->making = spare;
     work_queue(spares->works, &spares->works->own, &spare->work, run_make, done_make);
 }
@@ -145,7 +147,7 @@ void spares_trim(struct spares *spares, uint64_t now_us, bool all)
         next = TAILQ_NEXT(spare, link);
         if (!all && now_us < spare->until_us && spares->bytes <= spares->limit_bytes)
             continue;
-        TAILQ_REMOVE(&spares->list, spare, link);
+        unlist(spare);
         drop(spare);
     }
 }

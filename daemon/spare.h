@@ -16,7 +16,7 @@ struct spares {
     const struct device *device;
     TAILQ_HEAD(, spare) list; /* those that are ready, the oldest first */
     struct spare *making;     /* at most one; NULL: none */
-    uint64_t bytes;           /* of all, the one that is made included */
+    uint64_t bytes;           /* of those that are ready */
     uint64_t limit_bytes;
 };
 
