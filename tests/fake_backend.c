@@ -311,7 +311,7 @@ static int fake_pin(struct backend *backend, void *data, size_t size, struct mem
         return r;
     if (backend->script.oom_pin_over > 0 && size > (size_t)backend->script.oom_pin_over)
         return report_set(report, -ENOMEM, "the pages cannot be pinned");
-    memory = malloc(sizeof(*memory));
+    memory = calloc(1, sizeof(*memory));
     if (!memory)
         return report_set(report, -ENOMEM, "out of memory");
     memory->backend = backend;
