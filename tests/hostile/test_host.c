@@ -2,6 +2,8 @@
  * test_host.c - a host that behaves oddly: clocks that jump, disks that are full, signals, an
  * environment without anything in it
  */
+#include <sys/mman.h>
+
 #include "hostile.h"
 
 static struct client c;
@@ -169,6 +171,12 @@ static void takes_signals(void **state)
 
 static mode_t mask;
 
+static void set_mask(const struct daemon *d)
+{
+    (void)d;
+    umask(mask);
+}
+
 static void lose_everything(const struct daemon *d)
 {
     char gone[300];
@@ -236,6 +244,54 @@ static void says_that_it_may_have_no_threads(void **state)
     daemon_remove(&d);
 }
 
+/* L-03. Somebody outside of the group tries all the time; the socket appears with its modes. */
+static void lets_nobody_in_early(void **state)
+{
+    unsigned *n_in = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    struct daemon d;
+    pid_t child;
+
+    (void)state;
+    if (getuid() != 0) {
+        print_message("not root: there is no other user\n");
+        skip();
+    }
+    assert_true(n_in != MAP_FAILED);
+    daemon_prepare(&d);
+    add_model(&d, MODEL_A);
+    assert_int_equal(chmod(d.dir, 0755), 0);
+    child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        umask(0);
+        if (setresgid(4321, 4321, 4321) != 0 || setresuid(4321, 4321, 4321) != 0)
+            _exit(126);
+        for (;;) {
+            int fd = wire_connect(d.socket);
+
+            n_in[1] += fd == -EACCES;
+            n_in[0] += fd >= 0;
+            close_fd(fd);
+        }
+    }
+    for (int i = 0; i < 10; i++) {
+        mask = 0;
+        spawn(&d, true, set_mask);
+        daemon_wait_ready(&d);
+        sleep_ms(20);
+        kill(d.pid, SIGKILL);
+        assert_int_equal(daemon_join(&d, 10), 1000 + SIGKILL);
+        unlink(d.socket);
+    }
+    kill(child, SIGKILL);
+    assert_int_equal(waitpid(child, NULL, 0), child);
+    assert_int_equal(n_in[0], 0);
+    assert_true(n_in[1] > 10); /* it did try */
+    munmap(n_in, 4096);
+    daemon_remove(&d);
+}
+
 /* C-03 */
 static void warns_of_what_everybody_may_write(void **state)
 {
@@ -266,6 +322,7 @@ int main(void)
         cmocka_unit_test(takes_signals),
         cmocka_unit_test(needs_nothing_around_it),
         cmocka_unit_test(says_that_it_may_have_no_threads),
+        cmocka_unit_test(lets_nobody_in_early),
         cmocka_unit_test(warns_of_what_everybody_may_write),
     };
 
