@@ -3,12 +3,14 @@
  *
  * Each figure stands beside its yardstick of the same run: measured in turns, with the client
  * pinned to one core and the other side to another, or both to one; the median of the rounds'
- * ratios counts.
+ * ratios counts. With the argument "others", only what other clients do to one.
  *
  *     call       a library call of a tiny model   a bare SEQPACKET ping-pong
  *     busy       a refused request                a ping
  *     deadline   lateness of DEADLINE answers     lateness of a thread with a timerfd
  *     polite     p99 while another uid floods     p99 of the same client alone
+ *     pages      p99 while another client has     p99 of the same client alone
+ *                buffers of 440 MiB made
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -32,6 +34,7 @@
 #define FLOOD_CONNS 4
 #define FLOOD_DEPTH 200
 #define MESSAGE     200 /* bytes of a ping-pong */
+#define BUFFER      ((size_t)440 << 20)
 
 static char models[64];
 static float x[K], y[K];
@@ -583,6 +586,54 @@ static void bench_polite(void)
     end_served(&served);
 }
 
+/* ---- pages ---- */
+
+/* Has one large buffer made after the other. */
+static pid_t make_buffers(const struct served *served)
+{
+    pid_t pid = fork();
+
+    if (pid == 0) {
+        struct fused *f = connect_or_die(served);
+
+        for (;;) {
+            struct fused_buffer *buffer = NULL;
+
+            if (fused_buffer_create(f, BUFFER, &buffer) == 0)
+                fused_buffer_free(buffer);
+            usleep(20000);
+        }
+    }
+    return pid;
+}
+
+static void bench_pages(void)
+{
+    double alone[ROUNDS], beside[ROUNDS], ratios[ROUNDS];
+    struct served served;
+    struct fused *f;
+
+    serve(&served, -1, NULL, "batching = { max_rows = 64; };");
+    f = connect_or_die(&served);
+    polite_p99(f);
+    for (int k = 0; k < ROUNDS; k++) {
+        pid_t pid;
+
+        alone[k] = polite_p99(f);
+        pid = make_buffers(&served);
+        usleep(100000);
+        beside[k] = polite_p99(f);
+        kill(pid, SIGKILL);
+        waitpid(pid, NULL, 0);
+        usleep(300000);
+        ratios[k] = beside[k] / alone[k];
+    }
+    print("pages: p99 beside 440 MiB, alone", quantile(beside, ROUNDS, 0.5),
+          quantile(alone, ROUNDS, 0.5), quantile(ratios, ROUNDS, 0.5), 1.1);
+    fused_close(f);
+    end_served(&served);
+}
+
 int main(int argc, char **argv)
 {
     int far = (int)sysconf(_SC_NPROCESSORS_ONLN) > 1 ? 1 : 0;
@@ -591,8 +642,9 @@ int main(int argc, char **argv)
     if (!freopen("/dev/null", "w", stderr)) /* the daemons' logs */
         return 1;
     printf("%-34s %12s %12s %8s   %s\n", "", "ours", "yardstick", "ratio", "goal");
-    if (argc > 1 && strcmp(argv[1], "polite") == 0) {
+    if (argc > 1 && strcmp(argv[1], "others") == 0) {
         bench_polite();
+        bench_pages();
         return 0;
     }
     bench_call("call: two cores, ping-pong", far, 1.5);
@@ -600,5 +652,6 @@ int main(int argc, char **argv)
     bench_busy(far);
     bench_deadline(far);
     bench_polite();
+    bench_pages();
     return 0;
 }
