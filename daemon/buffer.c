@@ -9,6 +9,8 @@
  * A client may keep its descriptor, and with it pages that nobody is charged for any more. So pages
  * that were made here are taken out of the region when it is freed: it reads as zeros then, and
  * what is touched again is the toucher's own memory. Only when the daemon ends are they left.
+ * Device memory cannot be taken back so, nor can anybody say who still has it: it is given only
+ * while the device keeps a reserve, so that whoever hoards it takes none from models.
  *
  * Two requests in flight may read the same range, but nothing orders a write against another
  * access, so an overlap with a write is refused.
@@ -55,12 +57,25 @@ static int make_host(struct buffer *buffer)
     return r;
 }
 
+static bool has_reserve(const struct buffer *buffer)
+{
+    const struct device *device = buffer->owner->device;
+    struct backend_info info;
+
+    device->ops->info(device->backends[buffer->device], &info);
+    return info.memory_free_bytes == 0 || /* not known */
+           info.memory_free_bytes >= buffer->reserve_bytes + buffer->charged_bytes;
+}
+
 static int make_device(struct buffer *buffer)
 {
     const struct backend_ops *ops = buffer->owner->device->ops;
     struct backend *backend = buffer->owner->device->backends[buffer->device];
     int r;
 
+    if (buffer->fd < 0 && !has_reserve(buffer))
+        return report_set(&buffer->report, -ENOMEM,
+                          "the device would keep less than device_reserve_bytes");
     if (buffer->fd < 0)
         return ops->memory_create(backend, buffer->size, &buffer->memory, &buffer->fd,
                                   &buffer->report);
@@ -116,6 +131,7 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->device = device;
     buffer->size = size;
     buffer->charged_bytes = charged_bytes;
+    buffer->reserve_bytes = buffers->device_reserve_bytes;
     buffer->created = fd < 0 && kind == BUFFER_HOST;
     buffer->fd = fd;
     buffer->made = made;

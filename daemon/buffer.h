@@ -33,6 +33,7 @@ struct buffer {
     unsigned device; /* where device memory lies */
     size_t size;
     uint64_t charged_bytes; /* to the uid: device memory comes in whole granules */
+    uint64_t reserve_bytes; /* that the device must have left */
     struct shm shm;         /* of a host buffer */
     struct memory *memory;  /* pinned pages, NULL when the backend pins nothing; device memory */
     LIST_HEAD(, buffer_use) uses;
@@ -55,7 +56,8 @@ struct buffers {
     const struct device *device;
     struct spares spares;
     bool device_memory; /* the backend has BUFFER_CUDA */
-    bool keep;          /* the daemon ends: clients keep what they have, for the next one */
+    uint64_t device_reserve_bytes;
+    bool keep; /* the daemon ends: clients keep what they have, for the next one */
 };
 
 /*

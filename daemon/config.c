@@ -33,6 +33,7 @@ void config_defaults(struct config *config)
         .uid_connections = 256,
         .uid_requests = 1024,
         .spare_buffer_bytes = GIB / 4,
+        .device_reserve_bytes = GIB,
         .total_connections = 4096,
         .hello_timeout_ms = 5000,
         .batch_timeout_ms = 30000,
@@ -168,6 +169,8 @@ int config_parse(struct conf *conf, struct config *ret, struct report *report)
                                               (int64_t)c.total_buffer_bytes);
     c.spare_buffer_bytes = (uint64_t)conf_int(root, "spare_buffer_bytes", 0, INT64_C(1) << 50,
                                               (int64_t)c.spare_buffer_bytes);
+    c.device_reserve_bytes = (uint64_t)conf_int(root, "device_reserve_bytes", 0, INT64_C(1) << 50,
+                                                (int64_t)c.device_reserve_bytes);
     get_u32(root, "total_connections", 1, 1 << 20, &c.total_connections);
     get_u32(root, "hello_timeout_ms", 10, 600000, &c.hello_timeout_ms);
     get_u32(root, "batch_timeout_ms", 10, 3600000, &c.batch_timeout_ms);
@@ -201,6 +204,7 @@ void config_adopt(struct config *config, const struct config *next)
     config->uid_requests = next->uid_requests;
     config->total_buffer_bytes = next->total_buffer_bytes;
     config->spare_buffer_bytes = next->spare_buffer_bytes;
+    config->device_reserve_bytes = next->device_reserve_bytes;
     config->total_connections = next->total_connections;
     config->hello_timeout_ms = next->hello_timeout_ms;
     config->batch_timeout_ms = next->batch_timeout_ms;

@@ -33,7 +33,7 @@ struct config {
     uint64_t uid_buffer_bytes;
     uint32_t uid_buffers, uid_connections, uid_requests;
     uint64_t total_buffer_bytes; /* 0: half of the memory of the host */
-    uint64_t spare_buffer_bytes;
+    uint64_t spare_buffer_bytes, device_reserve_bytes;
     uint32_t total_connections;
     uint32_t hello_timeout_ms, batch_timeout_ms, drain_timeout_ms;
 };

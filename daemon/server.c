@@ -368,6 +368,7 @@ static void apply_limits(struct server *server)
     uids->total_limit[CHARGE_BUFFER_BYTES] =
         config->total_buffer_bytes ? config->total_buffer_bytes : half_of_memory();
     server->buffers.spares.limit_bytes = config->spare_buffer_bytes;
+    server->buffers.device_reserve_bytes = config->device_reserve_bytes;
 }
 
 static void reload(struct server *server);

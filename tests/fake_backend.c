@@ -22,6 +22,7 @@
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
  *   device_memory=1    offers device memory, memfds; closing with some left aborts
+ *   memory_mib=N       so much of it is there, says the device
  *   oom_memory_over=N  more than N bytes of it are not there
  *   open_fails=1       there is no device
  */
@@ -43,7 +44,7 @@ struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
         device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, cost_step,
-        cost_step_us;
+        cost_step_us, memory_mib;
 };
 
 struct slot {
@@ -58,7 +59,7 @@ struct backend {
     struct script script;
     long n_started;
     struct slot slots[BACKEND_SLOTS_MAX];
-    atomic_long n_pinned, n_memory;
+    atomic_long n_pinned, n_memory, memory_bytes;
     atomic_long n_loads, n_pins, n_memories; /* asked for, whatever came of it */
 };
 
@@ -110,6 +111,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"lost_pin", &script->lost_pin, NULL},
         {"lost_memory", &script->lost_memory, NULL},
         {"only", &script->only, NULL},
+        {"memory_mib", &script->memory_mib, NULL},
         {"cost_step", &script->cost_step, &script->cost_step_us},
     };
 
@@ -183,6 +185,10 @@ static void fake_info(struct backend *backend, struct backend_info *ret)
              backend->device + 1);
     ret->device_memory = backend->script.device_memory;
     ret->slots = (unsigned)backend->script.slots;
+    ret->memory_total_bytes = (uint64_t)backend->script.memory_mib << 20;
+    if (ret->memory_total_bytes > 0)
+        ret->memory_free_bytes =
+            ret->memory_total_bytes - (uint64_t)atomic_load(&backend->memory_bytes);
 }
 
 /* Counts a call, which ends so when the device is lost by then. */
@@ -355,6 +361,7 @@ static int memory_map(struct backend *backend, int fd, size_t size, struct memor
         return report_set(report, -EINVAL, "the memory cannot be mapped");
     }
     atomic_fetch_add(&backend->n_memory, 1);
+    atomic_fetch_add(&backend->memory_bytes, (long)mapped);
     *ret = memory;
     return 0;
 }
@@ -393,6 +400,7 @@ static uint64_t fake_memory_address(const struct memory *memory)
 static void fake_memory_free(struct backend *backend, struct memory *memory)
 {
     munmap(memory->data, memory->size);
+    atomic_fetch_sub(&backend->memory_bytes, (long)memory->size);
     free(memory);
     atomic_fetch_sub(&backend->n_memory, 1);
 }

@@ -240,6 +240,30 @@ static void gives_and_takes_device_memory(void **state)
     daemon_stop(&gpu);
 }
 
+/* What a device keeps for models, whoever hoards its memory. */
+static void leaves_the_device_its_reserve(void **state)
+{
+    struct proto_request request = {.verb = VERB_BUFFER_CREATE,
+                                    .buffer_create = {20 * MIB, BUFFER_CUDA, 0}};
+    struct proto_reply reply;
+    struct daemon gpu;
+
+    (void)state;
+    daemon_start(&gpu, "device_memory=1;memory_mib=100", "device_reserve_bytes = 41943040;");
+    client_start(&c, &gpu);
+    for (int i = 0; i < 5; i++) {
+        request.id = 0;
+        client_call(&c, &request, -1, &reply, NULL);
+        if (i < 3)
+            assert_ok(&reply);
+        else
+            assert_error(&reply, ERR_NO_MEMORY);
+    }
+    client_close(&c);
+    assert_healthy(&gpu);
+    daemon_stop(&gpu);
+}
+
 /* S-01, S-03, S-04, S-08, S-12 */
 static void registers_only_what_cannot_hurt(void **state)
 {
@@ -427,6 +451,7 @@ int main(void)
         cmocka_unit_test(refuses_sizes),
         cmocka_unit_test(offers_no_device_buffers),
         cmocka_unit_test(gives_and_takes_device_memory),
+        cmocka_unit_test(leaves_the_device_its_reserve),
         cmocka_unit_test(registers_only_what_cannot_hurt),
         cmocka_unit_test(keeps_handles_to_their_connection),
         cmocka_unit_test(gives_everything_back),

@@ -59,6 +59,7 @@ static void takes_every_key(void **state)
               "log_level = \"debug\"; uid_buffer_bytes = 5000000000L;\n"
               "uid_buffers = 1; uid_connections = 2; uid_requests = 3;\n"
               "total_buffer_bytes = 6L; total_connections = 7; spare_buffer_bytes = 8;\n"
+              "device_reserve_bytes = 9;\n"
               "hello_timeout_ms = 10; batch_timeout_ms = 11; drain_timeout_ms = 0;\n",
               &c, &report),
         0);
@@ -82,6 +83,7 @@ static void takes_every_key(void **state)
     assert_int_equal(c.total_buffer_bytes, 6);
     assert_int_equal(c.total_connections, 7);
     assert_int_equal(c.spare_buffer_bytes, 8);
+    assert_int_equal(c.device_reserve_bytes, 9);
     assert_int_equal(c.hello_timeout_ms, 10);
     assert_int_equal(c.batch_timeout_ms, 11);
     assert_int_equal(c.drain_timeout_ms, 0);
