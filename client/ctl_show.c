@@ -171,6 +171,37 @@ static void print_lines(const char *name, json_t *lines)
     }
 }
 
+/* What batches took when the model was loaded. */
+static void print_costs(json_t *costs)
+{
+    json_t *cost;
+    size_t i;
+
+    if (json_array_size(costs) == 0)
+        return;
+    label("costs");
+    json_array_foreach(costs, i, cost)
+    {
+        json_int_t rows = json_integer_value(json_array_get(cost, 0));
+        char text[CTL_TEXT_MAX];
+
+        printf("%s%lld row%s %s", i > 0 ? ", " : "", (long long)rows, rows == 1 ? "" : "s",
+               ctl_us((uint64_t)json_integer_value(json_array_get(cost, 1)), text));
+    }
+    putchar('\n');
+}
+
+static void print_places(json_t *devices)
+{
+    json_t *device;
+    size_t i;
+
+    label("devices");
+    json_array_foreach(devices, i, device)
+        printf("%s%lld", i > 0 ? ", " : "", (long long)json_integer_value(device));
+    putchar('\n');
+}
+
 static void print_describe(json_t *model)
 {
     json_t *stages = json_object_get(model, "stages"), *stage;
@@ -199,7 +230,9 @@ static void print_describe(json_t *model)
            ctl_str(model, "backend"), ctl_bytes(ctl_uint(model, "resident_bytes"), a),
            ctl_bytes(ctl_uint(model, "arena_bytes"), b), ctl_uint(model, "launches"),
            ctl_uint(model, "launches") == 1 ? "" : "es");
+    print_places(json_object_get(model, "devices"));
     print_lines("plan", json_object_get(model, "plan"));
+    print_costs(json_object_get(model, "costs_us"));
     label("proof");
     puts(ctl_str(json_object_get(model, "proof"), "text"));
     label("compact");

@@ -144,7 +144,9 @@ static int fake_open(const struct backend_options *options, struct backend **ret
     if (!backend)
         return report_set(report, -ENOMEM, "out of memory");
     backend->device = options->device;
-    r = script_parse(options->script, &backend->script, report);
+    /* In CUDA's place it is given none. */
+    r = script_parse(options->script ? options->script : getenv("FUSED_FAKE_SCRIPT"),
+                     &backend->script, report);
     if (r == 0 && backend->script.only >= 0 && backend->script.only != backend->device)
         backend->script.fail_batch = backend->script.fail_start = backend->script.fail_job =
             backend->script.hang_from = backend->script.sticky_from = backend->script.lost_load =

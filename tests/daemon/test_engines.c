@@ -409,6 +409,86 @@ static void ends_when_one_is_lost(void **state)
     }
 }
 
+static void copy_program(const char *from, const struct daemon *daemon, const char *name)
+{
+    char to[200];
+
+    snprintf(to, sizeof(to), "%s/%s", daemon->dir, name);
+    copy_file(from, to);
+    assert_int_equal(chmod(to, 0700), 0);
+}
+
+/* A daemon with the scripted backend in CUDA's place, beside its program. */
+static void spawn_as_cuda(struct daemon *daemon, const char *backend, const char *script)
+{
+    char program[200];
+
+    daemon_prepare(daemon);
+    add_model(daemon, MODEL_A);
+    copy_program(built("fused"), daemon, "fused");
+    copy_program(built("fake-backend.so"), daemon, "fused-cuda.so");
+    set_model(daemon, "batching = { max_rows = 8; };\ndevices = [ 0, 2 ];\n");
+    write_file(daemon->config, "devices = [ 0, 1, 2 ];");
+    snprintf(program, sizeof(program), "%s/fused", daemon->dir);
+    daemon->pid = fork();
+    assert_true(daemon->pid >= 0);
+    if (daemon->pid == 0) {
+        int fd = open(daemon->log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        dup2(fd, STDERR_FILENO);
+        setenv("FUSED_FAKE_SCRIPT", script, 1);
+        execl(program, program, "--config", daemon->config, "--socket", daemon->socket, "--models",
+              daemon->models, "--backend", backend, (char *)NULL);
+        _exit(127);
+    }
+}
+
+/* "auto" takes those GPUs that work, a model those of its own that are there, else what there is.
+ * "cuda" takes all or nothing. */
+static void leaves_out_what_does_not_work(void **state)
+{
+    static const struct {
+        const char *script, *fallback;
+        unsigned n;
+    } rows[] = {{"delay_ms=1", NULL, 3},
+                {"delay_ms=1;only=1;open_fails=1", "device 1: the script says", 2},
+                {"delay_ms=1;only=2;open_fails=1", "device 2: the script says", 2},
+                {"open_fails=1", "device 2: the script says", 1}};
+    struct proto_request status = {.verb = VERB_STATUS};
+    struct proto_reply reply;
+    struct daemon daemon;
+
+    (void)state;
+    for (size_t i = 0; i < ARRAY_SIZE(rows); i++) {
+        spawn_as_cuda(&daemon, "auto", rows[i].script);
+        daemon_wait_ready(&daemon);
+        client_start(&many[0], &daemon);
+        for (int n = 0; n < 10; n++)
+            send_a(&many[0]);
+        for (int n = 0; n < 10; n++)
+            receive_a(&many[0], NULL);
+        assert_true(status_of(&many[0], 0, "batches") > 0);
+        /* The model is not for device 1. */
+        assert_int_equal(status_of(&many[0], rows[i].n - 1, "batches") > 0, i != 2);
+        status.id = 0;
+        client_call(&many[0], &status, -1, &reply, NULL);
+        assert_int_equal(!!memmem(reply.document.bytes, reply.document.n_bytes,
+                                  rows[i].fallback ? rows[i].fallback
+                                                   : "\xa8"
+                                                     "fallback\xc0",
+                                  rows[i].fallback ? strlen(rows[i].fallback) : 10),
+                         1);
+        client_close(&many[0]);
+        assert_healthy(&daemon);
+        daemon_stop(&daemon);
+    }
+    spawn_as_cuda(&daemon, "cuda", rows[1].script);
+    assert_int_equal(daemon_join(&daemon, 10), 69);
+    assert_true(log_has(&daemon, "device 1: the script says"));
+    daemon_remove(&daemon);
+}
+
 static void names_the_device_that_does_not_open(void **state)
 {
     struct daemon daemon;
@@ -435,6 +515,7 @@ int main(void)
         cmocka_unit_test(keeps_buffers_on_their_device),
         cmocka_unit_test(reloads_and_drains_under_load),
         cmocka_unit_test(ends_when_one_is_lost),
+        cmocka_unit_test(leaves_out_what_does_not_work),
         cmocka_unit_test(names_the_device_that_does_not_open),
     };
 
