@@ -10,10 +10,10 @@
  * The engine thread alone calls start() and poll(). While work is in flight it polls: at first
  * without a pause, because a wake-up costs more than small batches take, later with short naps, so
  * that a long batch does not burn a core. Idle, it looks for `spin_us`, then sleeps on the
- * condition. With fewer cores than the threads that a request passes through (client, loop, engine,
- * and one to spare) it would look while those it waits for cannot run: then it yields, and sleeps
- * at once. Batches that end together wake the loop once. After -ENOTRECOVERABLE the thread ends
- * without another call to the backend: the loop answers everybody and ends the process.
+ * condition. With fewer cores than the threads that a request passes through (client, loop, each
+ * engine, and one to spare) it would look while those it waits for cannot run: then it yields, and
+ * sleeps at once. Batches that end together wake the loop once. After -ENOTRECOVERABLE the thread
+ * ends without another call to the backend: the loop answers everybody and ends the process.
  */
 #include "engine.h"
 
@@ -30,7 +30,7 @@
 
 #define SPIN_IN_FLIGHT_US 5000
 #define NAP_NS            50000
-#define SPIN_CORES_MIN    4
+#define OTHER_CORES       3
 
 TAILQ_HEAD(batches, engine_batch);
 
@@ -56,11 +56,12 @@ struct engine {
     struct engine_batch slots[];
 };
 
-static bool has_few_cores(void)
+static bool has_few_cores(unsigned n_engines)
 {
     cpu_set_t set;
 
-    return sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) < SPIN_CORES_MIN;
+    return sched_getaffinity(0, sizeof(set), &set) == 0 &&
+           (unsigned)CPU_COUNT(&set) < OTHER_CORES + n_engines;
 }
 
 static void pause_briefly(const struct engine *engine)
@@ -190,8 +191,8 @@ static void on_closed(uv_handle_t *handle)
 }
 
 int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *backend,
-               unsigned slots, unsigned spin_us, void (*done)(void *context), void *context,
-               struct engine **ret)
+               unsigned slots, unsigned n_engines, unsigned spin_us, void (*done)(void *context),
+               void *context, struct engine **ret)
 {
     struct engine *engine;
     sigset_t all, old;
@@ -205,7 +206,7 @@ int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *b
     engine->ops = ops;
     engine->backend = backend;
     engine->n_slots = slots;
-    engine->is_crowded = has_few_cores();
+    engine->is_crowded = has_few_cores(n_engines);
     engine->spin_us = engine->is_crowded ? 0 : spin_us;
     engine->done = done;
     engine->context = context;

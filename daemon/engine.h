@@ -33,10 +33,11 @@ struct engine_batch {
 
 struct engine;
 
-/* Starts the thread. `done` is called on the loop thread when at least one batch has ended. */
+/* Starts the thread, one of `n_engines`. `done` is called on the loop thread when at least one
+ * batch has ended. */
 int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *backend,
-               unsigned slots, unsigned spin_us, void (*done)(void *context), void *context,
-               struct engine **ret);
+               unsigned slots, unsigned n_engines, unsigned spin_us, void (*done)(void *context),
+               void *context, struct engine **ret);
 /* Ends the thread; nothing is in flight. The engine is freed from the loop. NULL is fine. */
 struct engine *engine_free(struct engine *engine);
 

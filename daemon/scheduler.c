@@ -293,8 +293,8 @@ int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct de
     scheduler->turn.data = scheduler;
     uv_check_start(&scheduler->turn, on_turn);
     for (unsigned i = 0; i < device->n; i++) {
-        r = engine_new(loop, device->ops, device->backends[i], infos[i].slots, spin_us, on_done,
-                       scheduler, &scheduler->engines[i]);
+        r = engine_new(loop, device->ops, device->backends[i], infos[i].slots, device->n, spin_us,
+                       on_done, scheduler, &scheduler->engines[i]);
         if (r < 0)
             goto close_engines;
         scheduler->places.engines[i].n_slots = infos[i].slots;

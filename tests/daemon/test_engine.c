@@ -91,7 +91,7 @@ static void begin(struct backend *backend, unsigned slots, unsigned spin_us, voi
     n_done = 0;
     n_wrong = 0;
     assert_int_equal(uv_loop_init(&loop), 0);
-    assert_int_equal(engine_new(&loop, &ops, backend, slots, spin_us, on_done, context, &engine),
+    assert_int_equal(engine_new(&loop, &ops, backend, slots, 1, spin_us, on_done, context, &engine),
                      0);
 }
 
