@@ -48,7 +48,10 @@ static atomic_int batch_result, job_result;
 static atomic_bool load_fails, pin_fails;
 static atomic_bool device_failed; /* a batch ended with EIO, which is INTERNAL to clients */
 static atomic_long n_plans, n_pins;
-static struct batch *running[BACKEND_SLOTS_MAX];
+
+static struct backend {
+    struct batch *running[BACKEND_SLOTS_MAX];
+} backends[2]; /* two devices */
 
 static void ops_close(struct backend *backend)
 {
@@ -90,24 +93,22 @@ static void ops_unload(struct backend *backend, struct plan *plan)
 
 static int ops_start(struct backend *backend, unsigned slot, struct batch *batch)
 {
-    (void)backend;
-    check(slot < 2 && !running[slot] && batch->n_jobs > 0);
+    check(slot < 2 && !backend->running[slot] && batch->n_jobs > 0);
     if (atomic_load(&batch_result) == 1)
         return -ENOMEM;
-    running[slot] = batch;
+    backend->running[slot] = batch;
     return 0;
 }
 
 static int ops_poll(struct backend *backend, unsigned slot)
 {
-    struct batch *batch = running[slot];
+    struct batch *batch = backend->running[slot];
     int r = atomic_load(&batch_result);
 
-    (void)backend;
     check(batch != NULL);
     if (atomic_load(&holds))
         return 0;
-    running[slot] = NULL;
+    backend->running[slot] = NULL;
     for (unsigned i = 0; i < batch->n_jobs; i++) {
         struct job *job = &batch->jobs[i];
 
@@ -244,7 +245,8 @@ static void start(void)
     works_init(&server.works, &server.loop);
     server.state = SERVER_READY;
     server.admin_gid = (gid_t)-1;
-    server.device = (struct device){.ops = &ops, .n = 1};
+    server.device = (struct device){
+        .ops = &ops, .n = 2, .backends = {&backends[0], &backends[1]}, .indices = {0, 1}};
     TAILQ_INIT(&server.conns);
     TAILQ_INIT(&server.paused);
     uv_timer_init(&server.loop, &server.resume);
@@ -256,6 +258,7 @@ static void start(void)
     uids->uid_limit[CHARGE_CONNECTIONS] = CLIENTS;
     config_defaults(&server.config);
     ops_info(NULL, &server.infos[0]);
+    ops_info(NULL, &server.infos[1]);
     server.buffers = (struct buffers){.works = &server.works, .device = &server.device};
     spares_init(&server.buffers.spares, &server.works, &server.device);
     registry_init(&server.registry, &server.works, &server.device, dir, dir);
@@ -593,7 +596,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     while (server.works.n > 0)
         turn();
-    check(atomic_load(&n_plans) == 2);
+    check(atomic_load(&n_plans) == 4);
     check(lowest_fd() == fd);
     return 0;
 }
