@@ -99,16 +99,19 @@ static bool say(double part, uint64_t n)
 
 static struct bench_result *run_for(void (*script)(struct server *), double rate, uint64_t ns)
 {
-    struct bench_load load = {.model = "m",
-                              .input = {.dtype = FUSED_FLOAT32, .rank = 2, .shape = {1, 100}},
-                              .output = {.dtype = FUSED_FLOAT32, .rank = 2, .shape = {1, 100}},
-                              .input_bytes = 400,
-                              .output_bytes = 400,
-                              .n_clients = 1,
-                              .depth = 2,
-                              .rate = rate,
-                              .verify = true,
-                              .run_ns = ns};
+    struct bench_load load = {
+        .model = "m",
+        .shapes = {{.rows = 1,
+                    .input = {.dtype = FUSED_FLOAT32, .rank = 2, .shape = {1, 100}},
+                    .output = {.dtype = FUSED_FLOAT32, .rank = 2, .shape = {1, 100}},
+                    .input_bytes = 400,
+                    .output_bytes = 400}},
+        .n_shapes = 1,
+        .n_clients = 1,
+        .depth = 2,
+        .rate = rate,
+        .verify = true,
+        .run_ns = ns};
     struct bench_result *result = NULL;
     char text[256];
     int r;
