@@ -251,6 +251,66 @@ static void forms_when_the_device_is_about_to_be_free(void **state)
     daemon_stop(&daemon);
 }
 
+/* Asks for what is refused, so often that it is not read for a while: every answer comes, in order,
+ * another uid waits for none of that, and an end does not wait for it either. */
+static void paces_refusals(void **state)
+{
+    enum { N = 600 };
+    struct proto_reply reply;
+    struct daemon daemon;
+    double begin, waited = 0;
+
+    (void)state;
+    start(&daemon, NULL, "socket_mode = \"0666\";", "batching = { max_rows = 8; };\n");
+    assert_int_equal(chmod(daemon.dir, 0755), 0);
+    client_start(&many[0], &daemon);
+    if (geteuid() == 0)
+        assert_int_equal(seteuid(54321), 0);
+    client_start(&many[1], &daemon);
+    if (getuid() == 0)
+        assert_int_equal(seteuid(0), 0);
+    for (int round = 0; round < 2; round++) {
+        int n_answers = 0;
+
+        begin = now_s();
+        for (int i = 0; i < N; i++) {
+            struct proto_request request = infer_a(x);
+
+            request.infer.model = str("nonesuch");
+            request.id = 1 + (uint64_t)round * N + (uint64_t)i;
+            client_send(&many[0], &request, -1);
+            if (i % 200 != 199)
+                continue;
+            /* What waits now is more than is refused in one go. */
+            waited = now_s();
+            send_a(&many[1], 0);
+            assert_true(client_recv(&many[1], &reply, NULL));
+            assert_is_a(&reply);
+            waited = now_s() - waited;
+            while (n_answers <= i - (round == 1 && i == N - 1 ? 100 : 0)) {
+                assert_true(client_recv(&many[0], &reply, NULL));
+                assert_error(&reply, ERR_NOT_FOUND);
+                assert_int_equal(reply.id, 1 + round * N + n_answers++);
+            }
+        }
+        assert_in_range((now_s() - begin) * 1e3, 30, 5000);
+        if (round == 0)
+            continue;
+        kill(daemon.pid, SIGTERM);
+        while (n_answers < N) {
+            assert_true(client_recv(&many[0], &reply, NULL));
+            assert_int_equal(reply.id, 1 + round * N + n_answers++);
+            if (reply.error != ERR_NOT_FOUND)
+                assert_error(&reply, ERR_SHUTTING_DOWN);
+        }
+    }
+    assert_int_equal(daemon_join(&daemon, 5), 0);
+    print_message("another uid waited %.2f ms meanwhile\n", waited * 1e3);
+    client_close(&many[0]);
+    client_close(&many[1]);
+    daemon_remove(&daemon);
+}
+
 /* Blocks of 16 rows: two of 8 and one more are 16 rows and 8, not 24 that take as long as 32. */
 static void keeps_to_what_batches_cost(void **state)
 {
@@ -608,6 +668,7 @@ int main(void)
         cmocka_unit_test(serves_uids_by_rows),
         cmocka_unit_test(waits_for_more_as_long_as_told),
         cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
+        cmocka_unit_test(paces_refusals),
         cmocka_unit_test(keeps_to_what_batches_cost),
         cmocka_unit_test(cuts_without_a_trace),
         cmocka_unit_test(lets_others_in_between),
