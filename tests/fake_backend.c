@@ -24,6 +24,7 @@
  *   device_memory=1    offers device memory, memfds; closing with some left aborts
  *   memory_mib=N       so much of it is there, says the device
  *   oom_memory_over=N  more than N bytes of it are not there
+ *   forget=N           every N-th thing given back, pages or memory, is not
  *   open_fails=1       there is no device
  */
 #include <errno.h>
@@ -43,8 +44,8 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, cost_step,
-        cost_step_us, memory_mib;
+        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, forget,
+        cost_step, cost_step_us, memory_mib;
 };
 
 struct slot {
@@ -59,7 +60,7 @@ struct backend {
     struct script script;
     long n_started;
     struct slot slots[BACKEND_SLOTS_MAX];
-    atomic_long n_pinned, n_memory, memory_bytes;
+    atomic_long n_pinned, n_memory, memory_bytes, n_given_back;
     atomic_long n_loads, n_pins, n_memories; /* asked for, whatever came of it */
 };
 
@@ -107,6 +108,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"open_fails", &script->open_fails, NULL},
         {"device_memory", &script->device_memory, NULL},
         {"oom_memory_over", &script->oom_memory_over, NULL},
+        {"forget", &script->forget, NULL},
         {"lost_load", &script->lost_load, NULL},
         {"lost_pin", &script->lost_pin, NULL},
         {"lost_memory", &script->lost_memory, NULL},
@@ -329,8 +331,18 @@ static int fake_pin(struct backend *backend, void *data, size_t size, struct mem
     return 0;
 }
 
+/* True for what the script says is never given back. */
+static bool forgets(struct backend *backend)
+{
+    long n = atomic_fetch_add(&backend->n_given_back, 1) + 1;
+
+    return backend->script.forget > 0 && n % backend->script.forget == 0;
+}
+
 static void fake_unpin(struct backend *backend, struct memory *memory)
 {
+    if (forgets(backend))
+        return;
     atomic_fetch_sub(&backend->n_pinned, 1);
     free(memory);
 }
@@ -401,6 +413,8 @@ static uint64_t fake_memory_address(const struct memory *memory)
 
 static void fake_memory_free(struct backend *backend, struct memory *memory)
 {
+    if (forgets(backend))
+        return;
     munmap(memory->data, memory->size);
     atomic_fetch_sub(&backend->memory_bytes, (long)memory->size);
     free(memory);

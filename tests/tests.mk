@@ -109,7 +109,7 @@ lint: ## include arrows, library owners, lengths, format, clang-tidy
 	$(Q)tests/tidy.sh $(filter-out -MMD -MP,$(CFLAGS_))
 
 
-.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills coverage coverage-now
+.PHONY: demo demo-now check check-now stage tests asan tsan lint fuzz fuzz-now soak soak-now kills numbers coverage coverage-now
 
 $(B)/tests/bench/bench_cpu: $(call obj,tests/bench/bench_cpu.c) $(foreach a,$(AR_cpu),$(B)/lib$(a).a)
 	@mkdir -p $(@D)
@@ -166,6 +166,9 @@ soak: ## MINUTES=1: every hostile client beside checked traffic; drift fails, an
 
 kills: $(B)/fused $(B)/tests/hostile/test_kill ## kill -9 of 1,000 clients and 200 daemons under load
 	$(Q)B=$(B) tests/soak/kill.sh
+
+numbers: $(B)/fused $(B)/fake-backend.so $(addprefix $(B)/tests/,hostile/test_kill hostile/test_load daemon/fault_daemon) ## the README's figures of what the daemon bears
+	$(Q)B=$(B) tests/soak/numbers.sh
 
 coverage: ## branch coverage of the decoders and the daemon by the suite
 	$(Q)$(MAKE) --no-print-directory CUDA=0 B=$(B)/coverage OPT="-O0 -g" CFLAGS="--coverage -Wno-frame-larger-than" \

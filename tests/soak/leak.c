@@ -27,7 +27,8 @@ static void leak(const char *what)
     pthread_t thread;
 
     if (strcmp(what, "fd") == 0) {
-        dup(STDERR_FILENO);
+        if (dup(STDERR_FILENO) < 0)
+            return;
     } else if (strcmp(what, "map") == 0) {
         /* every second page differs, so that the kernel cannot merge them */
         static int i;
