@@ -158,7 +158,7 @@ $(B)/leak.so: $(call obj,tests/soak/leak.c)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ -ldl -pthread
 
-soak-now: $(B)/fused $(B)/tests/soak/soak $(B)/leak.so
+soak-now: $(B)/fused $(B)/fake-backend.so $(B)/tests/soak/soak $(B)/leak.so
 	$(Q)B=$(B) tests/soak/soak.sh $(MINUTES)
 
 soak: ## MINUTES=1: every hostile client beside checked traffic; drift fails, and so must planted leaks

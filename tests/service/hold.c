@@ -37,7 +37,7 @@ static pid_t find_thread(pid_t pid, const char *name)
         if (fgets(comm, sizeof(comm), f)) {
             comm[strcspn(comm, "\n")] = 0;
             if (strcmp(comm, name) == 0)
-                found = (pid_t)atoi(entry->d_name);
+                found = (pid_t)strtol(entry->d_name, NULL, 10);
         }
         fclose(f);
     }
@@ -48,7 +48,7 @@ static pid_t find_thread(pid_t pid, const char *name)
 
 int main(int argc, char **argv)
 {
-    pid_t pid = argc > 1 ? (pid_t)atoi(argv[1]) : 0;
+    pid_t pid = argc > 1 ? (pid_t)strtol(argv[1], NULL, 10) : 0;
     pid_t thread = argc > 2 ? find_thread(pid, argv[2]) : pid;
     int status;
 
