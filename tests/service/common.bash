@@ -147,7 +147,7 @@ install_fused() {
     systemctl log-target journal
     systemctl log-level info
     if [ -n "${package:-}" ]; then
-        dpkg -i "$package" >/dev/null
+        dpkg --force-unsafe-io --no-triggers -i "$package" >/dev/null
     else
         cp -a "$B/stage/." /
         systemd-sysusers 2>/dev/null

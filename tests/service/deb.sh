@@ -8,6 +8,9 @@ package=$(realpath "$package")
 # An image in which services must not start says so here; this is a copy of it with a systemd.
 rm -f /usr/sbin/policy-rc.d
 
+# Without what takes long and is no part of it: waiting for the disk, the manuals' index.
+install_package() { dpkg --force-unsafe-io --no-triggers --force-confold -i "$package" >/dev/null; }
+
 # Everything that `make install` installs, and who may do what with it.
 holds_what_is_installed() {
     local wanted
@@ -45,7 +48,7 @@ upgrade_refuses_nobody() {
     sed -i 's/^#log_level = .*/log_level = "debug";/' /etc/fused/fused.conf
     traffic 4000 4
     sleep 0.5
-    dpkg -i --force-confold "$package" >/dev/null
+    install_package
     soon 5 served_by_another "$pid"
     traffic_counts
     equals "$(field unanswered "$counts")" 0
@@ -55,7 +58,7 @@ upgrade_refuses_nobody() {
 # A daemon that is not running is not started by an upgrade.
 upgrade_starts_nothing() {
     systemctl stop fused.socket fused.service
-    dpkg -i --force-confold "$package" >/dev/null
+    install_package
     sleep 0.3
     equals "$(systemctl is-active fused.service || true)" inactive
 }
@@ -63,19 +66,19 @@ upgrade_starts_nothing() {
 removed_leaves_what_is_not_its_own() {
     systemctl start fused.socket
     infer
-    dpkg --remove fused >/dev/null
+    dpkg --no-triggers --remove fused >/dev/null
     equals "$(pgrep -cx fused || true)" 0
     [ ! -e /usr/bin/fused ]
     [ ! -e /etc/systemd/system/sockets.target.wants/fused.socket ]
     [ -e /etc/fused/fused.conf ]
-    dpkg --purge fused 2>/dev/null >/dev/null
+    dpkg --no-triggers --purge fused 2>/dev/null >/dev/null
     [ ! -e /etc/fused/fused.conf ]
     [ -e /var/lib/fused/weights/$model.safetensors ]
     [ -e /etc/fused/models.d/$model.conf ]
 }
 
 and_comes_back() {
-    dpkg -i "$package" >/dev/null
+    install_package
     systemctl start fused.socket
     infer
 }

@@ -19,7 +19,7 @@ same "verbs and rights" \
     "$(sed -nE 's/^ *X\([A-Z_]+, "([a-z.]+)", RIGHT_(ANY|ADMIN)\).*/\1 \L\2/p' proto/proto.h)"
 same "limits of the configuration" \
     "$(sed -nE 's/^\| `([a-z_]+)` \| ([0-9]+) \|.*/\1 \2/p' SECURITY.md)" \
-    "$(sed -nE 's/^#((uid|total)_[a-z]+(_bytes)?|[a-z]+_timeout_ms) = ([0-9]+)L?;$/\1 \4/p' config/fused.conf)"
+    "$(sed -nE 's/^#((uid|total|spare|device)_[a-z]+(_bytes)?|[a-z]+_timeout_ms) = ([0-9]+)L?;$/\1 \4/p' config/fused.conf)"
 define() { # NAME FILE
     sed -nE "s/^#define $1 +\(?([0-9]+)u?\)?( .*)?$/\1/p" "$2"
 }
