@@ -96,6 +96,29 @@ static __device__ __forceinline__ void round_to(float v, __nv_bfloat16 *to)
     *to = __float2bfloat16_rn(v);
 }
 
+/*
+ * Keys order as the numbers do, NaN first, so that a minimum is one of integers, whose order of
+ * arrival does not matter.
+ */
+#define INFINITE 0x7f800000u
+#define UNSIGNED 0x7fffffffu
+
+static __device__ __forceinline__ uint32_t key_of(float v)
+{
+    uint32_t bits = __float_as_uint(v);
+
+    if ((bits & UNSIGNED) > INFINITE)
+        return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+static __device__ __forceinline__ float of_key(uint32_t key)
+{
+    if (key == 0)
+        return __uint_as_float(0x7fc00000);
+    return __uint_as_float(key >> 31 ? key & UNSIGNED : ~key);
+}
+
 /* 64-bit division costs a hundred instructions; nearly always 32 bits hold both. */
 static __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b)
 {

@@ -16,6 +16,8 @@
 #include <cuda.h>
 #include <stdint.h>
 
+#include "kernels/cuda/check.h"
+
 static __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -79,6 +81,17 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t p
                  : "memory");
 }
 
+/* Of 384 threads, 128 give registers to the other 256. Each warpgroup as a whole. */
+static __device__ __forceinline__ void fewer_registers(void)
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+
+static __device__ __forceinline__ void more_registers(void)
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+}
+
 /* Some warps of a block wait for each other. */
 template <int WHICH> static __device__ __forceinline__ void group_sync(int threads)
 {
@@ -118,15 +131,49 @@ static __device__ __forceinline__ void box_copy(uint32_t to, const CUtensorMap *
                  : "memory");
 }
 
-/* The kernel before this one in the stream: wait for what it wrote; let the one after start. */
+/*
+ * The kernel before this one in the stream: wait for its end and for what it wrote; let the one
+ * after start, when all blocks have come here. Nothing on devices that start kernels in turn.
+ */
 static __device__ __forceinline__ void previous_wait(void)
 {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 static __device__ __forceinline__ void next_launch(void)
 {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/*
+ * Launches a kernel that may start before the one in front of it has ended, and so must call
+ * previous_wait() before it touches what others write. Blocks in clusters of that many. The
+ * cluster's size is given here and not in the kernel, because a build for devices that have no
+ * clusters must compile.
+ */
+static inline int launch_early(const void *kernel, dim3 blocks, unsigned cluster, unsigned threads,
+                               int shared, cudaStream_t stream, void **arguments,
+                               struct report *report)
+{
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = blocks;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = (size_t)shared;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    return CUDA(report, cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
 /*
@@ -163,20 +210,57 @@ template <int N> static __device__ __forceinline__ void product_result(float (&d
         asm volatile("" : "+f"(d[i])::"memory");
 }
 
+/* Operands of a product: N / 2 sums, as constraints and as names; each list is the last and four.
+ */
 #define SUMS_4(i)  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SUMS_8(i)  SUMS_4(i), SUMS_4(i + 4)
-#define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
-#define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
-#define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
+#define SUMS_12(i) SUMS_8(i), SUMS_4(i + 8)
+#define SUMS_16(i) SUMS_12(i), SUMS_4(i + 12)
+#define SUMS_20(i) SUMS_16(i), SUMS_4(i + 16)
+#define SUMS_24(i) SUMS_20(i), SUMS_4(i + 20)
+#define SUMS_28(i) SUMS_24(i), SUMS_4(i + 24)
+#define SUMS_32(i) SUMS_28(i), SUMS_4(i + 28)
+#define SUMS_36(i) SUMS_32(i), SUMS_4(i + 32)
+#define SUMS_40(i) SUMS_36(i), SUMS_4(i + 36)
+#define SUMS_44(i) SUMS_40(i), SUMS_4(i + 40)
+#define SUMS_48(i) SUMS_44(i), SUMS_4(i + 44)
+#define SUMS_52(i) SUMS_48(i), SUMS_4(i + 48)
+#define SUMS_56(i) SUMS_52(i), SUMS_4(i + 52)
+#define SUMS_60(i) SUMS_56(i), SUMS_4(i + 56)
+#define SUMS_64(i) SUMS_60(i), SUMS_4(i + 60)
+#define SUMS_68(i) SUMS_64(i), SUMS_4(i + 64)
+#define SUMS_72(i) SUMS_68(i), SUMS_4(i + 68)
+#define SUMS_76(i) SUMS_72(i), SUMS_4(i + 72)
+#define SUMS_80(i) SUMS_76(i), SUMS_4(i + 76)
+#define SUMS_84(i) SUMS_80(i), SUMS_4(i + 80)
+#define SUMS_88(i) SUMS_84(i), SUMS_4(i + 84)
+#define SUMS_92(i) SUMS_88(i), SUMS_4(i + 88)
+#define SUMS_96(i) SUMS_92(i), SUMS_4(i + 92)
 
 #define NAMES_4  "%0, %1, %2, %3"
 #define NAMES_8  NAMES_4 ", %4, %5, %6, %7"
-#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_32 \
-    NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64                                                                                \
-    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-             ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_12 NAMES_8 ", %8, %9, %10, %11"
+#define NAMES_16 NAMES_12 ", %12, %13, %14, %15"
+#define NAMES_20 NAMES_16 ", %16, %17, %18, %19"
+#define NAMES_24 NAMES_20 ", %20, %21, %22, %23"
+#define NAMES_28 NAMES_24 ", %24, %25, %26, %27"
+#define NAMES_32 NAMES_28 ", %28, %29, %30, %31"
+#define NAMES_36 NAMES_32 ", %32, %33, %34, %35"
+#define NAMES_40 NAMES_36 ", %36, %37, %38, %39"
+#define NAMES_44 NAMES_40 ", %40, %41, %42, %43"
+#define NAMES_48 NAMES_44 ", %44, %45, %46, %47"
+#define NAMES_52 NAMES_48 ", %48, %49, %50, %51"
+#define NAMES_56 NAMES_52 ", %52, %53, %54, %55"
+#define NAMES_60 NAMES_56 ", %56, %57, %58, %59"
+#define NAMES_64 NAMES_60 ", %60, %61, %62, %63"
+#define NAMES_68 NAMES_64 ", %64, %65, %66, %67"
+#define NAMES_72 NAMES_68 ", %68, %69, %70, %71"
+#define NAMES_76 NAMES_72 ", %72, %73, %74, %75"
+#define NAMES_80 NAMES_76 ", %76, %77, %78, %79"
+#define NAMES_84 NAMES_80 ", %80, %81, %82, %83"
+#define NAMES_88 NAMES_84 ", %84, %85, %86, %87"
+#define NAMES_92 NAMES_88 ", %88, %89, %90, %91"
+#define NAMES_96 NAMES_92 ", %92, %93, %94, %95"
 
 #define PRODUCT(n, type, count, a, b, add)                                       \
     asm volatile("{\n.reg .pred add;\n"                                          \
@@ -185,6 +269,12 @@ template <int N> static __device__ __forceinline__ void product_result(float (&d
                  " {" NAMES_##count "}, %" #a ", %" #b ", add, 1, 1, 0, 0;\n}"   \
                  : SUMS_##count(0)                                               \
                  : "l"(left), "l"(right), "r"(accumulate))
+
+#define PRODUCT_OF(n, count, a, b, add)       \
+    if constexpr (N == n && BFLOAT)           \
+        PRODUCT(n, "bf16", count, a, b, add); \
+    else if constexpr (N == n)                \
+    PRODUCT(n, "f16", count, a, b, add)
 
 /*
  * d += left (64 x 16) times right (N x 16, transposed), float32 sums; without `accumulate` d is
@@ -195,24 +285,25 @@ template <int N, bool BFLOAT>
 static __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t left, uint64_t right,
                                                int accumulate)
 {
-    if constexpr (N == 8 && BFLOAT)
-        PRODUCT(8, "bf16", 4, 4, 5, 6);
-    else if constexpr (N == 8)
-        PRODUCT(8, "f16", 4, 4, 5, 6);
-    else if constexpr (N == 16 && BFLOAT)
-        PRODUCT(16, "bf16", 8, 8, 9, 10);
-    else if constexpr (N == 16)
-        PRODUCT(16, "f16", 8, 8, 9, 10);
-    else if constexpr (N == 32 && BFLOAT)
-        PRODUCT(32, "bf16", 16, 16, 17, 18);
-    else if constexpr (N == 32)
-        PRODUCT(32, "f16", 16, 16, 17, 18);
-    else if constexpr (N == 64 && BFLOAT)
-        PRODUCT(64, "bf16", 32, 32, 33, 34);
-    else if constexpr (N == 64)
-        PRODUCT(64, "f16", 32, 32, 33, 34);
-    else if constexpr (BFLOAT)
-        PRODUCT(128, "bf16", 64, 64, 65, 66);
-    else
-        PRODUCT(128, "f16", 64, 64, 65, 66);
+    static_assert(N == 8 || N == 16 || N == 32 || (N >= 64 && N <= 192 && N % 8 == 0), "N");
+    PRODUCT_OF(8, 4, 4, 5, 6);
+    PRODUCT_OF(16, 8, 8, 9, 10);
+    PRODUCT_OF(32, 16, 16, 17, 18);
+    PRODUCT_OF(64, 32, 32, 33, 34);
+    PRODUCT_OF(72, 36, 36, 37, 38);
+    PRODUCT_OF(80, 40, 40, 41, 42);
+    PRODUCT_OF(88, 44, 44, 45, 46);
+    PRODUCT_OF(96, 48, 48, 49, 50);
+    PRODUCT_OF(104, 52, 52, 53, 54);
+    PRODUCT_OF(112, 56, 56, 57, 58);
+    PRODUCT_OF(120, 60, 60, 61, 62);
+    PRODUCT_OF(128, 64, 64, 65, 66);
+    PRODUCT_OF(136, 68, 68, 69, 70);
+    PRODUCT_OF(144, 72, 72, 73, 74);
+    PRODUCT_OF(152, 76, 76, 77, 78);
+    PRODUCT_OF(160, 80, 80, 81, 82);
+    PRODUCT_OF(168, 84, 84, 85, 86);
+    PRODUCT_OF(176, 88, 88, 89, 90);
+    PRODUCT_OF(184, 92, 92, 93, 94);
+    PRODUCT_OF(192, 96, 96, 97, 98);
 }

@@ -84,6 +84,7 @@ struct tail {
     int n_points;
     struct point points[MODEL_STAGES_MAX];
 
+    bool keys; /* `from` is linear_norm_min's keys, and it lets this kernel start while it runs */
     float *to; /* [rows, elements]; NULL: each segment's y, in `dtype` */
     enum dtype dtype;
     bool by_row;  /* tail_by_row() */

@@ -1,8 +1,9 @@
 /*
  * linear_norm_min.cu - which of the products runs for how many rows, and where their memory is
  *
- * A run of many rows is cut into pieces, each with the kernel that is fastest for it; results do
- * not depend on the cut (product.cuh).
+ * A run is cut into tiles of one size, by the kernel that is fastest for so many rows; results do
+ * not depend on the cut (product.cuh). What a cut costs is what limits all of these kernels: the
+ * bytes that move into and out of shared memory for a unit of K, times the waves of blocks.
  */
 #include <cuda.h>
 #include <errno.h>
@@ -15,46 +16,29 @@
 #include "kernels/cuda/product.h"
 #include "kernels/size.h"
 
-#define PIECE_ROWS 262144 /* of one launch: rows_kernel counts rows / 8 in grid.y */
+#define PIECE_ROWS 262144    /* of one launch: rows_kernel counts rows / 8 in grid.y */
+#define WAVE_COST  SLAB_SIZE /* a wave begins and ends with nothing to multiply */
 
 struct linear_norm_min {
     struct linear_norm_min_shape shape;
     enum product_kind kind;
     struct product_run run; /* what is the same in every run */
     uint8_t *memory;        /* weights, then four arrays of [out] floats */
-    int clusters;           /* of wide_product, that run at a time */
+    int clusters;           /* of two blocks, that run at a time */
+    int blocks;             /* alone */
     PFN_cuTensorMapEncodeTiled_v12000 encode;
-    char text[240];
+    char text[320];
 };
 
-/* Rows that one launch takes, and how. */
+enum way { NARROW, FEW, WIDE };
+
+/* How many rows one launch takes, and how. */
 struct cut {
-    bool wide, few;
-    int tile; /* narrow */
-    int64_t rows;
+    enum way way;
+    int tile;     /* product_run.tile */
+    int64_t rows; /* with what fills the last tile */
+    int64_t cost;
 };
-
-/*
- * A wave of wide tiles has 512 rows; what is left over is cheapest in tiles of 64 channels, and
- * below 128 rows the weights' way through memory decides.
- */
-static struct cut next_cut(int64_t rows)
-{
-    struct cut piece = {};
-
-    if (rows >= 2 * WIDE_ROWS) {
-        piece.wide = true;
-        piece.rows = rows < PIECE_ROWS ? rows / (2 * WIDE_ROWS) * (2 * WIDE_ROWS) : PIECE_ROWS;
-    } else if (rows > NARROW_MAX) {
-        piece.wide = piece.few = true;
-        piece.rows = rows > WIDE_ROWS + NARROW_MAX || rows < WIDE_ROWS ? rows : WIDE_ROWS;
-    } else {
-        piece.rows = rows;
-        for (piece.tile = 8; piece.tile < rows; piece.tile *= 2)
-            ;
-    }
-    return piece;
-}
 
 static enum product_kind kind_of(const struct linear_norm_min_shape *shape)
 {
@@ -70,6 +54,57 @@ static int64_t rounded(int64_t rows, int64_t to)
     return (rows + to - 1) / to * to;
 }
 
+/*
+ * What a unit costs a block, in bytes of shared memory's time: it is written once and read by each
+ * product (a warpgroup's reads 64 channels and its rows, 32 bytes each), 128 bytes a clock; but a
+ * multiprocessor takes in no more than some 40 bytes a clock.
+ */
+static int64_t cost_of(enum product_kind kind, enum way way, int tile)
+{
+    const int64_t products = (kind == PRODUCT_EXACT ? 3 : 2) * PLANE / 16;
+    const int64_t halves = way == NARROW ? 1 : 2, slabs = way == WIDE ? 2 : 1;
+    const int64_t read = slabs * halves * products * (SLAB + tile) * 32;
+    const int64_t taken_in = slabs * SLAB_SIZE + halves * tile * PLANE * 4;
+
+    return read + taken_in > taken_in * 16 / 5 ? read + taken_in : taken_in * 16 / 5;
+}
+
+/* Takes a cut if it costs less than the one before. Its rows must fit the work space. */
+static void consider(const struct linear_norm_min *fused, enum way way, int tile, int64_t rows,
+                     struct cut *best)
+{
+    const int64_t slabs = fused->run.slabs, height = way == NARROW ? tile : 2 * tile;
+    const int64_t tiles = (rows + height - 1) / height;
+    const int64_t blocks = tiles * (way == WIDE ? slabs / 2 : slabs);
+    const int64_t at_once = way == NARROW && tile <= 64 ? fused->blocks : 2 * fused->clusters;
+    const int64_t waves = (blocks + at_once - 1) / at_once;
+    const int64_t cost = waves * (cost_of(fused->kind, way, tile) + WAVE_COST);
+
+    if (tiles * height > rounded(fused->shape.rows, 2 * HALF_MAX) ||
+        (best->cost > 0 && cost >= best->cost))
+        return;
+    *best = (struct cut){way, tile, tiles * height, cost};
+}
+
+/* The cheapest cut of so many rows. */
+static struct cut cut_of(const struct linear_norm_min *fused, int64_t rows)
+{
+    const int step = WIDE_STEP(fused->kind);
+    const int64_t least = (rows + 2 * HALF_MAX - 1) / (2 * HALF_MAX);
+    struct cut best = {};
+
+    for (int i = 0; narrow_product_tile(i); i++)
+        consider(fused, NARROW, narrow_product_tile(i), rows, &best);
+    for (int64_t tiles = least; tiles <= least + 4; tiles++) {
+        int half = (int)rounded((rows + 2 * tiles - 1) / (2 * tiles), step);
+
+        half = half < HALF_MIN ? (int)rounded(HALF_MIN, step) : half;
+        consider(fused, FEW, half, rows, &best);
+        consider(fused, WIDE, half, rows, &best);
+    }
+    return best;
+}
+
 struct sizes {
     int units;
     uint64_t weights, rows, scales, keys;
@@ -77,7 +112,7 @@ struct sizes {
 
 static struct sizes sizes_of(const struct linear_norm_min_shape *shape)
 {
-    uint64_t in = (uint64_t)shape->in, rows = (uint64_t)rounded(shape->rows, WIDE_ROWS);
+    uint64_t in = (uint64_t)shape->in, rows = (uint64_t)rounded(shape->rows, 2 * HALF_MAX);
     enum product_kind kind = kind_of(shape);
     uint64_t number = kind == PRODUCT_EXACT ? 4 : 2;
     struct sizes s;
@@ -85,7 +120,9 @@ static struct sizes sizes_of(const struct linear_norm_min_shape *shape)
     s.units = (int)(in / PRODUCT_UNIT(kind));
     s.weights = size_times(size_times((uint64_t)shape->out, in), number);
     s.rows = size_times(size_times(rows, in), number);
+    /* Half tiles of 8 rows too many for pairs of column blocks have room for them. */
     s.scales = size_times(rows, (kind == PRODUCT_EXACT ? (uint64_t)s.units : 1) * sizeof(float));
+    s.scales = size_times(s.scales, 2);
     s.scales = size_round(s.scales, 256);
     s.keys = size_round(size_times(rows, sizeof(uint32_t)), 256);
     return s;
@@ -158,10 +195,10 @@ static int find_encode(struct linear_norm_min *fused, struct report *report)
 
 /* All scales of a run's work space, in boxes of a tile's. */
 static int map_scales(const struct linear_norm_min *fused, const struct product_run *run,
-                      uint64_t size, int tile, CUtensorMap *ret, struct report *report)
+                      uint64_t size, CUtensorMap *ret, struct report *report)
 {
     cuuint64_t n = size / sizeof(float), strides = 0;
-    cuuint32_t box = SCALES(tile), step = 1;
+    cuuint32_t box = SCALES((cuuint32_t)run->tile), step = 1;
 
     if (fused->kind != PRODUCT_EXACT)
         return 0;
@@ -179,11 +216,16 @@ static void describe(struct linear_norm_min *fused)
                                         "sums every 64 of K",
                                         "one product of scaled fp16", "one fp16 product",
                                         "one bf16 product"};
+    int64_t last[WIDE] = {};
 
-    snprintf(fused->text, sizeof(fused->text),
-             "in registers (wgmma): %s; tiles of 64 x 8 to 128 up to "
-             "128 rows, 64 x 256 up to 511, then 128 x 256",
-             words[fused->kind]);
+    for (int way = NARROW; way < WIDE; way++)
+        while (last[way] < fused->shape.rows && cut_of(fused, last[way] + 1).way <= way)
+            last[way]++;
+    snprintf(
+        fused->text, sizeof(fused->text),
+        "in registers (wgmma): %s; tiles of 64 channels x 8 to 192 rows up to %lld rows, of 64 "
+        "x two halves of %d to %d up to %lld, then of 128 x two halves",
+        words[fused->kind], (long long)last[NARROW], HALF_MIN, HALF_MAX, (long long)last[FEW]);
 }
 
 extern "C" int linear_norm_min_new(const struct linear_norm_min_shape *shape, const float *weight,
@@ -195,7 +237,7 @@ extern "C" int linear_norm_min_new(const struct linear_norm_min_shape *shape, co
     struct sizes s = sizes_of(shape);
     uint64_t resident, work;
     float *arrays;
-    int r;
+    int device, r;
 
     if (!fused)
         return report_set(report, -ENOMEM, "no memory for a plan");
@@ -215,6 +257,11 @@ extern "C" int linear_norm_min_new(const struct linear_norm_min_shape *shape, co
     fused->run.slabs = (int)(shape->out / SLAB);
     fused->run.eps = shape->eps;
     r = find_encode(fused, report);
+    if (r == 0)
+        r = CUDA(report, cudaGetDevice(&device));
+    if (r == 0)
+        r = CUDA(report,
+                 cudaDeviceGetAttribute(&fused->blocks, cudaDevAttrMultiProcessorCount, device));
     if (r == 0)
         r = wide_product_ready(fused->kind, &fused->clusters, report);
     if (r == 0)
@@ -249,12 +296,35 @@ extern "C" const char *linear_norm_min_text(const struct linear_norm_min *fused)
 
 extern "C" unsigned linear_norm_min_launches(const struct linear_norm_min *fused, int64_t rows)
 {
-    unsigned n = 0;
-
     (void)fused;
-    for (; rows > 0; n += 2)
-        rows -= next_cut(rows).rows;
-    return n;
+    return (unsigned)(2 * ((rows + PIECE_ROWS - 1) / PIECE_ROWS));
+}
+
+static int run_piece(const struct linear_norm_min *fused, cudaStream_t stream, const void *x,
+                     struct product_run *run, uint64_t scales_size, struct report *report)
+{
+    const struct cut cut = cut_of(fused, run->n);
+    CUtensorMap scales = {};
+    int r;
+
+    run->tile = cut.tile;
+    r = map_scales(fused, run, scales_size, &scales, report);
+    if (r == 0)
+        r = rows_cuda(stream, fused->kind, cut.rows, x, fused->shape.in, run, report);
+    if (r < 0)
+        return r;
+    if (cut.way == NARROW)
+        return narrow_product_cuda(stream, fused->kind, run, &scales, report);
+    return wide_product_cuda(stream, fused->kind, cut.way == FEW, fused->clusters, run, &scales,
+                             report);
+}
+
+extern "C" const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fused,
+                                                const void *work)
+{
+    struct sizes s = sizes_of(&fused->shape);
+
+    return (const uint32_t *)((const uint8_t *)work + s.rows + s.scales);
 }
 
 extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream,
@@ -270,26 +340,10 @@ extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStre
     run.scales = (float *)(run.rows + s.rows);
     run.keys = (uint32_t *)(run.rows + s.rows + s.scales);
     run.arrived = (uint32_t *)(run.rows + s.rows + s.scales + s.keys);
-    for (struct cut piece; rows > 0 && r == 0; rows -= piece.rows) {
-        piece = next_cut(rows);
-        run.n = piece.rows;
-        run.to = to;
-
-        CUtensorMap scales = {};
-        int tile = piece.wide ? HALF : piece.tile;
-
-        r = map_scales(fused, &run, s.scales, tile, &scales, report);
-        if (r == 0)
-            r = rows_cuda(stream, fused->kind, tile,
-                          rounded(piece.rows, piece.wide ? WIDE_ROWS : piece.tile), x,
-                          fused->shape.in, &run, report);
-        if (r == 0 && piece.wide)
-            r = wide_product_cuda(stream, fused->kind, piece.few, fused->clusters, &run, &scales,
-                                  report);
-        else if (r == 0)
-            r = narrow_product_cuda(stream, fused->kind, piece.tile, &run, &scales, report);
-        x = (const char *)x + piece.rows * row_size;
-        to += piece.rows;
+    for (int64_t at = 0; at < rows && r == 0; at += run.n, run.keys += run.n) {
+        run.n = rows - at < PIECE_ROWS ? rows - at : PIECE_ROWS;
+        run.to = to ? to + at : NULL;
+        r = run_piece(fused, stream, (const char *)x + at * row_size, &run, s.scales, report);
     }
     return r;
 }

@@ -44,9 +44,15 @@ struct linear_norm_min *linear_norm_min_free(struct linear_norm_min *fused);
 const char *linear_norm_min_text(const struct linear_norm_min *fused);
 unsigned linear_norm_min_launches(const struct linear_norm_min *fused, int64_t rows);
 
-/* x [rows, in] to the minima of the rows, float32. Only enqueues. */
+/*
+ * x [rows, in] to the minima of the rows, float32. Only enqueues. With `to` NULL they stay in the
+ * work space as keys (cuda.cuh) until its next use, and a kernel may be launched that starts early
+ * (launch_early() in hopper.cuh).
+ */
 int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream, void *work,
                         const void *x, int64_t rows, float *to, struct report *report);
+
+const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fused, const void *work);
 
 #ifdef __cplusplus
 }

@@ -2,10 +2,14 @@
  * narrow_product.cu - linear, group_norm and amin for few rows: bound by reading the weights
  *
  * A block has 64 channels and all of K; a producer warp keeps a deep ring of units full, one
- * warpgroup (two for 128 rows, 64 each) multiplies. With 128 rows, reading them anew in every block
- * would ask more of the L2 than the weights ask of memory, so blocks form clusters of two and each
- * loads half of the rows for both. Clusters of four, and clusters for 64 rows, are slower: the
- * blocks then wait for each other more than they save.
+ * warpgroup multiplies. Above 64 rows, reading them anew in every block would ask more of the L2
+ * than the weights ask of memory, so blocks form clusters of two and each loads half of the rows
+ * for both. Clusters of four, and clusters for 64 rows, are slower: the blocks then wait for each
+ * other more than they save.
+ *
+ * Above 64 rows the 128 bytes a clock of shared memory become the limit, and one warpgroup is more
+ * than two, which would read every weight twice. So what lies between two units' products must be
+ * short: everything but the addition itself is done while products run.
  */
 #include "kernels/cuda/product.cuh"
 
@@ -13,14 +17,11 @@
 #define WARPS     4 /* of a warpgroup */
 
 template <int T> struct narrow {
-    static constexpr int warpgroups = T > 64 ? 2 : 1; /* each has its share of the rows */
-    static constexpr int rows = T / warpgroups;
-    static constexpr int threads = warpgroups * WARPGROUP + WARP;
     static constexpr int cluster = T > 64 ? 2 : 1;
     static constexpr int right_size = T * PLANE * 4;
     static constexpr int right = SLAB_SIZE;
     static constexpr int scales = right + right_size;
-    static constexpr int scales_size = (T < 16 ? 16 : T) * 4;
+    static constexpr int scales_size = SCALES(T) * 4;
     static constexpr int stage = (scales + scales_size + 127) / 128 * 128;
     static constexpr int fit = (220 << 10) / stage;
     static constexpr int stages = fit > 12 ? 12 : fit;
@@ -75,50 +76,88 @@ static __device__ void narrow_load(const struct product_run &run, const CUtensor
     }
 }
 
-template <int T> static __device__ __forceinline__ void narrow_sync(int w)
+/* A unit's stage has been used. */
+template <int T> static __device__ __forceinline__ void narrow_release(uint32_t shared, int stage)
 {
-    if (narrow<T>::warpgroups == 1 || w == 0)
-        group_sync<1>(WARPGROUP);
-    else
-        group_sync<2>(WARPGROUP);
+    typedef struct narrow<T> narrow;
+
+    release<narrow::cluster>(shared + narrow::barriers + 8 * (narrow::stages + stage));
 }
 
 template <int KIND, int T>
-static __device__ __forceinline__ void narrow_sums(const struct product_run &run,
-                                                   const uint8_t *memory, int w,
-                                                   float (&sum)[narrow<T>::rows / 2])
+static __device__ __forceinline__ void narrow_start(uint32_t shared, int stage, float (&d)[T / 2])
 {
     typedef struct narrow<T> narrow;
-    constexpr int N = narrow::rows;
-    const uint32_t shared = shared_address(memory);
-    const uint32_t full = shared + narrow::barriers, empty = full + 8 * narrow::stages;
-    uint32_t stage = 0, parity = 0;
+    const uint32_t at = shared + stage * narrow::stage;
 
-    for (int u = 0; u < run.units; u++) {
-        const uint32_t at = shared + stage * narrow::stage;
-        const uint64_t left = operand(at, SLAB * 16);
-        const uint64_t right = operand(at + narrow::right + w * N * 16, T * 16);
+    unit_products<KIND, T, T>(d, operand(at, SLAB * 16), operand(at + narrow::right, T * 16),
+                              KIND == PRODUCT_EXACT);
+}
 
-        barrier_wait(full + 8 * stage, parity);
-        if constexpr (KIND == PRODUCT_EXACT) {
-            float d[N / 2];
+template <int T>
+static __device__ __forceinline__ void narrow_wait(uint32_t shared, int stage, uint32_t parity)
+{
+    barrier_wait(shared + narrow<T>::barriers + 8 * stage, parity);
+}
 
-            unit_products<KIND, N, T>(d, left, right, true);
-            product_wait<0>();
-            product_result(d);
-            promote<N>(d, (const float *)(memory + stage * narrow::stage + narrow::scales) + w * N,
-                       sum);
-        } else {
-            unit_products<KIND, N, T>(sum, left, right, false);
-            product_wait<0>();
-            product_result(sum);
-        }
-        release<narrow::cluster>(empty + 8 * stage);
-        if (++stage == narrow::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
+template <int T> static __device__ __forceinline__ void next_stage(int &stage, uint32_t &parity)
+{
+    if (++stage == narrow<T>::stages) {
+        stage = 0;
+        parity ^= 1;
     }
+}
+
+template <int T>
+static __device__ __forceinline__ void exact_units(const uint8_t *memory, int units,
+                                                   float (&sum)[T / 2])
+{
+    const uint32_t shared = shared_address(memory);
+    uint32_t parity = 0;
+    int stage = 0, before = -1;
+
+    narrow_wait<T>(shared, stage, parity);
+    for (int u = 1;; u++) {
+        const float *scales =
+            (const float *)(memory + stage * narrow<T>::stage + narrow<T>::scales);
+        float d[T / 2];
+
+        narrow_start<PRODUCT_EXACT, T>(shared, stage, d);
+        if (before >= 0)
+            narrow_release<T>(shared, before);
+        before = stage;
+        next_stage<T>(stage, parity);
+        if (u < units)
+            narrow_wait<T>(shared, stage, parity);
+        before += (int)add_products<T, (T <= 160)>(d, scales, sum);
+        if (u == units)
+            break;
+    }
+    narrow_release<T>(shared, before);
+}
+
+/* Sums that stay where they are. */
+template <int KIND, int T>
+static __device__ __forceinline__ void plain_units(const uint8_t *memory, int units,
+                                                   float (&sum)[T / 2])
+{
+    const uint32_t shared = shared_address(memory);
+    uint32_t parity = 0;
+    int stage = 0, before = 0;
+
+    narrow_wait<T>(shared, stage, parity);
+    narrow_start<KIND, T>(shared, stage, sum);
+    for (int u = 1; u < units; u++) {
+        next_stage<T>(stage, parity);
+        narrow_wait<T>(shared, stage, parity);
+        narrow_start<KIND, T>(shared, stage, sum);
+        product_wait<1>();
+        narrow_release<T>(shared, before);
+        before = stage;
+    }
+    product_wait<0>();
+    product_result(sum);
+    narrow_release<T>(shared, before);
 }
 
 template <int KIND, int T>
@@ -126,28 +165,30 @@ static __device__ __forceinline__ void narrow_consume(const struct product_run &
                                                       uint8_t *memory)
 {
     typedef struct narrow<T> narrow;
-    constexpr int N = narrow::rows;
-    const int t = threadIdx.x % WARPGROUP;
-    const int w = narrow::warpgroups == 1 ? 0 : threadIdx.x / WARPGROUP;
-    const int first = blockIdx.x % run.slabs * SLAB + t / WARP * GROUP + t % WARP / 4;
-    const int64_t row = (int64_t)(blockIdx.x / run.slabs) * T + w * N;
-    uint32_t *keys = (uint32_t *)(memory + narrow::keys) + w * N;
-    float sum[N / 2] = {};
+    const int t = threadIdx.x;
+    const int channel = blockIdx.x % run.slabs * SLAB + t / WARP * GROUP + t % WARP / 4;
+    const int64_t tile = blockIdx.x / run.slabs, row = tile * T;
+    uint32_t *keys = (uint32_t *)(memory + narrow::keys);
+    float sum[T / 2] = {};
 
-    if (t < N)
-        keys[t] = ~0u;
-    narrow_sync<T>(w);
-    narrow_sums<KIND, T>(run, memory, w, sum);
-    unscale_sums<KIND, N>(run.scales + (T < 16 ? 2 * row : row), sum);
-    norm_min<KIND, N>(sum, channels_of(run, first), run.eps, keys);
-    narrow_sync<T>(w);
-    if (t < N && row + t < run.n)
-        atomicMin(run.keys + row + t, keys[t]);
-    finish<narrow::warpgroups * WARPGROUP>(run, (uint32_t *)(memory + narrow::last));
+    for (int i = t; i < T; i += WARPGROUP)
+        keys[i] = ~0u;
+    group_sync<1>(WARPGROUP);
+    if constexpr (KIND == PRODUCT_EXACT)
+        exact_units<T>(memory, run.units, sum);
+    else
+        plain_units<KIND, T>(memory, run.units, sum);
+    unscale_sums<KIND, T>(run.scales + tile * SCALES(T), sum);
+    norm_min<KIND, T>(sum, channels_of(run, channel), run.eps, keys);
+    group_sync<1>(WARPGROUP);
+    for (int i = t; i < T; i += WARPGROUP)
+        if (row + i < run.n)
+            atomicMin(run.keys + row + i, keys[i]);
+    finish<WARPGROUP>(run, (uint32_t *)(memory + narrow::last));
 }
 
 template <int KIND, int T>
-static __global__ void __launch_bounds__(narrow<T>::threads, 1)
+static __global__ void __launch_bounds__(WARPGROUP + WARP, 1)
     narrow_kernel(const __grid_constant__ struct product_run run,
                   const __grid_constant__ CUtensorMap scales)
 {
@@ -160,16 +201,17 @@ static __global__ void __launch_bounds__(narrow<T>::threads, 1)
         for (int i = 0; i < narrow::stages; i++) {
             barrier_init(shared + narrow::barriers + 8 * i, 1);
             barrier_init(shared + narrow::barriers + 8 * (narrow::stages + i),
-                         narrow::cluster * narrow::warpgroups * WARPS);
+                         narrow::cluster * WARPS);
         }
         barrier_init_fence();
     }
     __syncthreads();
+    next_launch();
     if (narrow::cluster > 1)
         cluster_sync();
-    if (threadIdx.x < narrow::warpgroups * WARPGROUP)
+    if (threadIdx.x < WARPGROUP)
         narrow_consume<KIND, T>(run, memory);
-    else if (threadIdx.x % WARP == 0)
+    else if (threadIdx.x == WARPGROUP)
         narrow_load<KIND, T>(run, &scales, shared);
     if (narrow::cluster > 1)
         cluster_sync(); /* the other blocks may still arrive here, or copy to here */
@@ -182,31 +224,25 @@ static __global__ void __launch_bounds__(narrow<T>::threads, 1)
 
 struct narrow_choice {
     const void *kernel;
-    int tile, threads, cluster, size;
+    int tile, cluster, size;
 };
 
-#define TILES 5
-
-template <int KIND, int T> static struct narrow_choice choice(void)
+template <int KIND, int T> static constexpr struct narrow_choice choice(void)
 {
     return {(const void *)(void (*)(struct product_run, CUtensorMap))narrow_kernel<KIND, T>, T,
-            narrow<T>::threads, narrow<T>::cluster, narrow<T>::size};
+            narrow<T>::cluster, narrow<T>::size};
 }
+
+#define TILES 12
 
 template <int KIND> static struct narrow_choice choice_of(int i)
 {
-    switch (i) {
-    case 0:
-        return choice<KIND, 8>();
-    case 1:
-        return choice<KIND, 16>();
-    case 2:
-        return choice<KIND, 32>();
-    case 3:
-        return choice<KIND, 64>();
-    default:
-        return choice<KIND, 128>();
-    }
+    static const struct narrow_choice choices[TILES] = {
+        choice<KIND, 8>(),   choice<KIND, 16>(),  choice<KIND, 32>(),  choice<KIND, 64>(),
+        choice<KIND, 80>(),  choice<KIND, 96>(),  choice<KIND, 112>(), choice<KIND, 128>(),
+        choice<KIND, 144>(), choice<KIND, 160>(), choice<KIND, 176>(), choice<KIND, 192>()};
+
+    return choices[i];
 }
 
 static struct narrow_choice narrow_of(enum product_kind kind, int i)
@@ -223,6 +259,11 @@ static struct narrow_choice narrow_of(enum product_kind kind, int i)
     }
 }
 
+extern "C" int narrow_product_tile(int i)
+{
+    return i < TILES ? narrow_of(PRODUCT_EXACT, i).tile : 0;
+}
+
 extern "C" int narrow_product_ready(enum product_kind kind, struct report *report)
 {
     int r = 0;
@@ -236,18 +277,20 @@ extern "C" int narrow_product_ready(enum product_kind kind, struct report *repor
     return r;
 }
 
-extern "C" int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, int tile,
+extern "C" int narrow_product_cuda(cudaStream_t stream, enum product_kind kind,
                                    const struct product_run *run, const CUtensorMap *scales,
                                    struct report *report)
 {
-    int64_t tiles = (run->n + tile - 1) / tile;
+    int64_t tiles = (run->n + run->tile - 1) / run->tile;
     int i = 0;
 
-    while (8 << i < tile)
+    while (narrow_product_tile(i) != run->tile)
         i++;
 
     struct narrow_choice c = narrow_of(kind, i);
 
-    return launch_early(c.kernel, (unsigned)(run->slabs * tiles), (unsigned)c.cluster,
-                        (unsigned)c.threads, c.size, stream, run, scales, report);
+    void *arguments[] = {(void *)run, (void *)scales};
+
+    return launch_early(c.kernel, dim3((unsigned)(run->slabs * tiles)), (unsigned)c.cluster,
+                        WARPGROUP + WARP, c.size, stream, arguments, report);
 }

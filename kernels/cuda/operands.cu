@@ -12,10 +12,10 @@
  */
 #include "kernels/cuda/product.cuh"
 
-#define THREADS        256
-#define CHUNK          8    /* of K: 16 bytes */
-#define WHOLE          1024 /* threads where a block has whole rows */
-#define SINGLE_ROWS(t) ((t) < HALF ? 1 : 8)
+#define THREADS     256
+#define CHUNK       8    /* of K: 16 bytes */
+#define WHOLE       1024 /* threads where a block has whole rows */
+#define SINGLE_MANY 64   /* rows from which a block has four of them, there */
 
 /* The power of two that brings numbers up to `top` into [2^14, 2^15), or as near as can be. */
 static __device__ int exponent_of(uint32_t top)
@@ -77,45 +77,55 @@ static __device__ __forceinline__ uint4 split_chunk(const struct chunk &v, float
 }
 
 /* Where a chunk of a row lies: tile, unit, plane, chunk of K, row. */
-template <int KIND, int T>
-static __device__ __forceinline__ uint8_t *place(const struct product_run &run, int64_t row,
+template <int KIND>
+static __device__ __forceinline__ uint8_t *place(const struct product_run &run, uint32_t row,
                                                  int64_t k)
 {
     constexpr int unit = PRODUCT_UNIT(KIND);
+    const uint32_t tile = (uint32_t)run.tile, in_tile = row % tile;
 
-    return run.rows + (row / T * run.units + k / unit) * (T * PLANE * 4) +
-           k % unit / PLANE * (T * PLANE * 2) + (k % PLANE / CHUNK * T + row % T) * 16;
+    return run.rows + ((int64_t)(row / tile) * run.units + k / unit) * (tile * PLANE * 4) +
+           k % unit / PLANE * (tile * PLANE * 2) + (k % PLANE / CHUNK * tile + in_tile) * 16;
 }
 
-static __device__ __forceinline__ void begin_minima(const struct product_run &run, int64_t row)
+/* Where the scale of a row's unit lies; rows have `units` of them. */
+static __device__ __forceinline__ float *scale_of(const struct product_run &run, uint32_t row,
+                                                  int64_t units, int64_t unit)
+{
+    const uint32_t tile = (uint32_t)run.tile;
+
+    return run.scales + (row / tile * units + unit) * SCALES(tile) + scale_place(row % tile);
+}
+
+static __device__ __forceinline__ void begin_minima(const struct product_run &run, uint32_t row)
 {
     run.keys[row] = ~0u;
     if (row == 0)
         *run.arrived = 0;
 }
 
-/* Lets the product start; it waits for this kernel by itself. */
-static __device__ __forceinline__ void let_product_start(void)
+/* Lets the product start, which waits for this kernel by itself, and waits for what is before. */
+static __device__ __forceinline__ void between(void)
 {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     next_launch();
-#endif
+    previous_wait();
 }
 
 /* Exact: eight rows by 256 of K a block; a warp has 8 rows by 4 chunks, two warps a unit. */
-template <int T>
 static __global__ void __launch_bounds__(THREADS)
     exact_rows_kernel(const float *x, int64_t in, const struct product_run run)
 {
     __shared__ uint32_t tops[THREADS / WARP][8];
     const int r = threadIdx.x % 8, warp = threadIdx.x / WARP;
-    const int64_t row = (int64_t)blockIdx.y * 8 + r;
+    const uint32_t row = blockIdx.y * 8 + r;
     const int64_t k = (int64_t)blockIdx.x * THREADS + threadIdx.x / 8 * CHUNK;
-    const struct chunk v = load_chunk(x + row * in + k, row < run.n && k < in);
-    uint32_t top = max(top_of(v.a), top_of(v.b));
+    struct chunk v;
+    uint32_t top;
     uint4 high, low;
 
-    let_product_start();
+    between();
+    v = load_chunk(x + row * in + k, row < run.n && k < in);
+    top = max(top_of(v.a), top_of(v.b));
     top = max(top, __shfl_xor_sync(~0u, top, 8));
     top = max(top, __shfl_xor_sync(~0u, top, 16));
     if (threadIdx.x % WARP < 8)
@@ -128,116 +138,91 @@ static __global__ void __launch_bounds__(THREADS)
         return;
     high = split_chunk(v, power(exponent_of(top)), &low);
 
-    uint8_t *to = place<PRODUCT_EXACT, T>(run, row, k);
+    uint8_t *to = place<PRODUCT_EXACT>(run, row, k);
 
     *(uint4 *)to = high;
-    *(uint4 *)(to + T * PLANE * 2) = low;
+    *(uint4 *)(to + run.tile * PLANE * 2) = low;
     if (k % PLANE == 0)
-        run.scales[(row / T * run.units + k / PLANE) * SCALES(T) + scale_place((int)(row % T))] =
-            power(-exponent_of(top)) * run.common_scale;
+        *scale_of(run, row, run.units, k / PLANE) = power(-exponent_of(top)) * run.common_scale;
 }
 
-/* Single: a block has whole rows (one, or eight that it writes side by side) and reads them twice.
- */
-template <int T>
+/* Single: a block has whole rows, which it reads twice: one, or four that it writes together. */
+template <int ROWS>
 static __global__ void __launch_bounds__(WHOLE)
     single_rows_kernel(const float *x, int64_t in, const struct product_run run)
 {
-    constexpr int rows = SINGLE_ROWS(T), stride = WHOLE / rows * CHUNK;
-    __shared__ uint32_t tops[rows];
-    const int r = threadIdx.x % rows;
-    const int64_t row = (int64_t)blockIdx.y * rows + r;
+    constexpr int stride = WHOLE / ROWS * CHUNK;
+    __shared__ uint32_t tops[ROWS];
+    const int r = threadIdx.x % ROWS;
+    const uint32_t row = blockIdx.y * ROWS + r;
     const bool inside = row < run.n;
     uint32_t top = 0;
 
-    let_product_start();
-    if (threadIdx.x < rows) {
+    between();
+    if (threadIdx.x < ROWS) {
         begin_minima(run, row);
         tops[r] = 0;
     }
     __syncthreads();
 #pragma unroll 4
-    for (int64_t k = threadIdx.x / rows * CHUNK; k < in; k += stride) {
+    for (int64_t k = threadIdx.x / ROWS * CHUNK; k < in; k += stride) {
         const struct chunk v = load_chunk(x + row * in + k, inside);
 
         top = max(top, max(top_of(v.a), top_of(v.b)));
     }
-    if (rows == 1)
-        top = warp_max(top);
-    if (rows > 1 || threadIdx.x % WARP == 0)
+#pragma unroll
+    for (int lane = WARP / 2; lane >= ROWS; lane /= 2)
+        top = max(top, __shfl_xor_sync(~0u, top, lane));
+    if (threadIdx.x % WARP < ROWS)
         atomicMax(&tops[r], top);
     __syncthreads();
     top = tops[r];
 
     const float scale = power(exponent_of(top));
 
-#pragma unroll 4
-    for (int64_t k = threadIdx.x / rows * CHUNK; k < in; k += stride) {
+#pragma unroll 2
+    for (int64_t k = threadIdx.x / ROWS * CHUNK; k < in; k += stride) {
         uint4 low;
 
-        *(uint4 *)place<PRODUCT_SINGLE, T>(run, row, k) =
+        *(uint4 *)place<PRODUCT_SINGLE>(run, row, k) =
             split_chunk(load_chunk(x + row * in + k, inside), scale, &low);
     }
-    if (threadIdx.x < rows)
-        run.scales[row / T * SCALES(T) + scale_place((int)(row % T))] =
-            power(-exponent_of(top)) * run.common_scale;
+    if (threadIdx.x < ROWS)
+        *scale_of(run, row, 1, 0) = power(-exponent_of(top)) * run.common_scale;
 }
 
 /* 16-bit rows only change places. */
-template <int T>
 static __global__ void __launch_bounds__(THREADS)
     plain_rows_kernel(const uint16_t *x, int64_t in, const struct product_run run)
 {
-    const int64_t row = (int64_t)blockIdx.y * 8 + threadIdx.x % 8;
+    const uint32_t row = blockIdx.y * 8 + threadIdx.x % 8;
     const int64_t k = (int64_t)blockIdx.x * THREADS + threadIdx.x / 8 * CHUNK;
 
-    let_product_start();
+    between();
     if (blockIdx.x == 0 && threadIdx.x < 8)
         begin_minima(run, row);
     if (k < in)
-        *(uint4 *)place<PRODUCT_FLOAT16, T>(run, row, k) =
+        *(uint4 *)place<PRODUCT_FLOAT16>(run, row, k) =
             row < run.n ? *(const uint4 *)(x + row * in + k) : make_uint4(0, 0, 0, 0);
 }
 
-template <int T>
-static void launch_rows(cudaStream_t stream, enum product_kind kind, const void *x, int64_t in,
-                        unsigned rows, const struct product_run *run)
+extern "C" int rows_cuda(cudaStream_t stream, enum product_kind kind, int64_t rows, const void *x,
+                         int64_t in, const struct product_run *run, struct report *report)
 {
-    dim3 grid((unsigned)((in + THREADS - 1) / THREADS), rows / 8);
+    void *arguments[] = {(void *)&x, (void *)&in, (void *)run};
+    const dim3 chunks((unsigned)((in + THREADS - 1) / THREADS), (unsigned)(rows / 8));
 
     if (kind == PRODUCT_EXACT)
-        exact_rows_kernel<T><<<grid, THREADS, 0, stream>>>((const float *)x, in, *run);
-    else if (kind == PRODUCT_SINGLE)
-        single_rows_kernel<T>
-            <<<dim3(1, rows / SINGLE_ROWS(T)), WHOLE, 0, stream>>>((const float *)x, in, *run);
-    else
-        plain_rows_kernel<T><<<grid, THREADS, 0, stream>>>((const uint16_t *)x, in, *run);
-}
-
-extern "C" int rows_cuda(cudaStream_t stream, enum product_kind kind, int tile, int64_t rows,
-                         const void *x, int64_t in, const struct product_run *run,
-                         struct report *report)
-{
-    unsigned n = (unsigned)rows;
-
-    switch (tile) {
-    case 8:
-        launch_rows<8>(stream, kind, x, in, n, run);
-        break;
-    case 16:
-        launch_rows<16>(stream, kind, x, in, n, run);
-        break;
-    case 32:
-        launch_rows<32>(stream, kind, x, in, n, run);
-        break;
-    case 64:
-        launch_rows<64>(stream, kind, x, in, n, run);
-        break;
-    default:
-        launch_rows<128>(stream, kind, x, in, n, run);
-        break;
-    }
-    return CUDA_LAUNCHED(report);
+        return launch_early((const void *)exact_rows_kernel, chunks, 1, THREADS, 0, stream,
+                            arguments, report);
+    if (kind != PRODUCT_SINGLE)
+        return launch_early((const void *)plain_rows_kernel, chunks, 1, THREADS, 0, stream,
+                            arguments, report);
+    if (rows > SINGLE_MANY)
+        return launch_early((const void *)single_rows_kernel<4>, dim3(1, (unsigned)(rows / 4)), 1,
+                            WHOLE, 0, stream, arguments, report);
+    return launch_early((const void *)single_rows_kernel<1>, dim3(1, (unsigned)rows), 1, WHOLE, 0,
+                        stream, arguments, report);
 }
 
 /* A group's channels at column k, less their mean; the mean is taken in double. */

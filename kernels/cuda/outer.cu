@@ -6,9 +6,17 @@
  * find n and o with few instructions: one 32-bit division for four neighbours.
  */
 #include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 #define THREADS 256
 #define WIDTH   4
+
+static __device__ __forceinline__ float minimum_of(const float *from, bool keys)
+{
+    const float v = *from; /* not by __ldg(): it was written while this kernel ran */
+
+    return keys ? of_key(__float_as_uint(v)) : v;
+}
 
 template <typename T>
 static __device__ __forceinline__ void outer_store(T *y, const struct segment &seg, int64_t e,
@@ -60,6 +68,7 @@ static __global__ void __launch_bounds__(THREADS)
     uint32_t rows = (uint32_t)seg.rows, row_first = (uint32_t)(first - o_first * seg.rows);
     uint32_t size = (uint32_t)(elements - first < tail.tile ? elements - first : tail.tile);
 
+    previous_wait();
 #pragma unroll 2
     for (uint32_t at = threadIdx.x * WIDTH; at < size; at += THREADS * WIDTH) {
         uint32_t over = (row_first + at) / rows, row = row_first + at - over * rows;
@@ -71,7 +80,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            v[k] = k < n ? __ldg(&from[next]) + with : 0;
+            v[k] = k < n ? minimum_of(from + next, tail.keys) + with : 0;
             if (++next == rows) {
                 next = 0;
                 if (++next_o < tail.outer)
@@ -91,6 +100,16 @@ extern "C" bool outer_fits(const struct tail *tail)
 extern "C" int outer_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles,
                           struct report *report)
 {
+    void *arguments[] = {(void *)tail};
+
+    if (tail->keys) {
+        int r;
+
+        WITH_DTYPE(tail->dtype, T,
+                   r = launch_early((const void *)outer_kernel<T>, dim3((unsigned)tiles), 1,
+                                    THREADS, 0, stream, arguments, report));
+        return r;
+    }
     WITH_DTYPE(tail->dtype, T, (outer_kernel<T><<<(unsigned)tiles, THREADS, 0, stream>>>(*tail)));
     return CUDA_LAUNCHED(report);
 }

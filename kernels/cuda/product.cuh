@@ -22,25 +22,6 @@
 #include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/product.h"
 
-#define INFINITE 0x7f800000u
-#define UNSIGNED 0x7fffffffu
-
-static __device__ __forceinline__ uint32_t key_of(float v)
-{
-    uint32_t bits = __float_as_uint(v);
-
-    if ((bits & UNSIGNED) > INFINITE)
-        return 0;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-static __device__ __forceinline__ float of_key(uint32_t key)
-{
-    if (key == 0)
-        return __uint_as_float(0x7fc00000);
-    return __uint_as_float(key >> 31 ? key & UNSIGNED : ~key);
-}
-
 /*
  * The products of one unit with T rows of a tile, added to d, or in its place when `fresh`.
  * Descriptors count in 16 bytes.
@@ -82,49 +63,66 @@ static __device__ __forceinline__ int scale_place(int row)
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
-/* Adds a unit's sums, the rows' scales undone, to the float32 ones. */
+/*
+ * A thread's scales of the 16 rows from 4 i on, or of the last 8. Volatile, so that loads stay in
+ * order: see add_products().
+ */
 template <int T>
-static __device__ __forceinline__ void promote(const float (&d)[T / 2], const float *scales,
-                                               float (&sum)[T / 2])
+static __device__ __forceinline__ void load_scales(uint32_t scales, int i, float (&s)[T / 4])
 {
-    if constexpr (T == 8) {
-        const float2 s = *(const float2 *)(scales + threadIdx.x % 4 * 4);
+    const uint32_t from = scales + 16 * i;
 
-        sum[0] = __fmaf_rn(d[0], s.x, sum[0]);
-        sum[1] = __fmaf_rn(d[1], s.y, sum[1]);
-        sum[2] = __fmaf_rn(d[2], s.x, sum[2]);
-        sum[3] = __fmaf_rn(d[3], s.y, sum[3]);
-    } else {
+    if (i + 4 <= T / 4)
+        asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(s[i]), "=f"(s[i + 1]), "=f"(s[i + 2]), "=f"(s[i + 3])
+                     : "r"(from)
+                     : "memory");
+    else
+        asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(s[i]), "=f"(s[i + 1])
+                     : "r"(from)
+                     : "memory");
+}
+
+/*
+ * Waits for the products of d and adds them, the rows' scales undone. With AHEAD, scales are
+ * fetched before, if there are registers for them. Returns 0, but only once the last of them has
+ * come, and a warp's loads come in order: a stage must not be given back while one is under way,
+ * and nothing else would stop the compiler from moving that up. (It did, and one batch in ten had a
+ * wrong row.)
+ */
+template <int T, bool AHEAD>
+static __device__ __forceinline__ uint32_t add_products(float (&d)[T / 2], const float *scales,
+                                                        float (&sum)[T / 2])
+{
+    constexpr int last = (T / 4 - 1) / 4 * 4;
+    const uint32_t mine = shared_address(scales) + threadIdx.x % 4 * 16;
+    float s[T / 4];
+
 #pragma unroll
-        for (int j = 0; j < T / 2; j += 8) {
-            const float4 s = *(const float4 *)(scales + 2 * j + threadIdx.x % 4 * 4);
-
-            sum[j] = __fmaf_rn(d[j], s.x, sum[j]);
-            sum[j + 1] = __fmaf_rn(d[j + 1], s.y, sum[j + 1]);
-            sum[j + 2] = __fmaf_rn(d[j + 2], s.x, sum[j + 2]);
-            sum[j + 3] = __fmaf_rn(d[j + 3], s.y, sum[j + 3]);
-            sum[j + 4] = __fmaf_rn(d[j + 4], s.z, sum[j + 4]);
-            sum[j + 5] = __fmaf_rn(d[j + 5], s.w, sum[j + 5]);
-            sum[j + 6] = __fmaf_rn(d[j + 6], s.z, sum[j + 6]);
-            sum[j + 7] = __fmaf_rn(d[j + 7], s.w, sum[j + 7]);
-            if (j % 32 == 24) /* or all scales would be loaded first, into registers not there */
-                asm volatile("" ::: "memory");
-        }
+    for (int i = 0; i < T / 4 && AHEAD; i += 4)
+        load_scales<T>(mine, i, s);
+    product_wait<0>();
+    product_result(d);
+#pragma unroll
+    for (int i = 0; i < T / 4; i += 4) {
+        if (!AHEAD)
+            load_scales<T>(mine, i, s);
+#pragma unroll
+        for (int j = 2 * i; j < 2 * i + 8 && j < T / 2; j++)
+            sum[j] = __fmaf_rn(d[j], s[j / 4 * 2 + j % 2], sum[j]);
     }
+    return __float_as_uint(s[last]) >> 31; /* scales are positive */
 }
 
 /* The same at the end of K, where rows have one scale each. */
 template <int KIND, int T>
 static __device__ __forceinline__ void unscale_sums(const float *scales, float (&sum)[T / 2])
 {
-    if constexpr (KIND == PRODUCT_SINGLE) {
-        float zero[T / 2] = {};
-
-        promote<T>(sum, scales, zero);
+    if constexpr (KIND == PRODUCT_SINGLE)
 #pragma unroll
         for (int i = 0; i < T / 2; i++)
-            sum[i] = zero[i];
-    }
+            sum[i] *= scales[i / 8 * 16 + threadIdx.x % 4 * 4 + i / 4 % 2 * 2 + i % 2];
 }
 
 /* A warp has used a stage: its lanes tell every block of the cluster. */
@@ -201,71 +199,84 @@ static __device__ __forceinline__ float of_column(float v, int c)
 }
 
 /*
- * Bias, norm and minimum over the warp's 16 channels, into keys[column] in shared memory. Centred
- * weights make the mean of a group zero; those of 16-bit models are as they are.
+ * Bias, norm and minimum over the warp's 16 channels, for C of a thread's columns from FIRST on,
+ * into keys[column] in shared memory. Centred weights make the mean of a group zero; those of
+ * 16-bit models are as they are.
  */
-template <int KIND, int T>
+template <int KIND, int T, int FIRST, int C>
+static __device__ __forceinline__ void
+norm_min_of(const float (&sum)[T / 2], const struct channels &p, float eps, uint32_t *keys)
+{
+    const int lane = threadIdx.x % WARP;
+    float a[C], b[C], square[C];
+    uint32_t key[C];
+
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        const int j = FIRST * 2 + c / 2 * 4 + c % 2;
+
+        a[c] = __fmaf_rn(sum[j], p.scale0, p.bias0);
+        b[c] = __fmaf_rn(sum[j + 2], p.scale1, p.bias1);
+    }
+    if constexpr (KIND >= PRODUCT_FLOAT16) {
+        float mean[C];
+
+#pragma unroll
+        for (int c = 0; c < C; c++)
+            mean[c] = a[c] + b[c];
+
+        const float mine = reduce_columns<add>(mean) / GROUP;
+
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            a[c] -= of_column(mine, c);
+            b[c] -= of_column(mine, c);
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < C; c++)
+        square[c] = a[c] * a[c] + b[c] * b[c];
+
+    const float rstd = rsqrtf(reduce_columns<add>(square) / GROUP + eps);
+
+#pragma unroll
+    for (int c = 0; c < C; c++) {
+        const float r = of_column(rstd, c);
+
+        key[c] = min(key_of(__fmaf_rn(a[c], r * p.gamma0, p.beta0)),
+                     key_of(__fmaf_rn(b[c], r * p.gamma1, p.beta1)));
+    }
+
+    const uint32_t lowest = reduce_columns<least>(key);
+    const int column = FIRST + lane / 4 % C;
+
+    if (lane / 4 < C)
+        atomicMin(keys + column / 2 * 8 + lane % 4 * 2 + column % 2, lowest);
+}
+
+/* All columns: eight at a time, then what is left of them. */
+template <int KIND, int T, int FIRST = 0>
 static __device__ __forceinline__ void norm_min(const float (&sum)[T / 2], const struct channels &p,
                                                 float eps, uint32_t *keys)
 {
-    constexpr int C = T / 4 < 8 ? T / 4 : 8; /* columns that a thread takes at a time */
-    const int lane = threadIdx.x % WARP;
+    constexpr int left = T / 4 - FIRST, C = left >= 8 ? 8 : left >= 4 ? 4 : 2;
 
-#pragma unroll
-    for (int first = 0; first < T / 4; first += C) {
-        float a[C], b[C], square[C];
-        uint32_t key[C];
-
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            int at = (first + c) / 2 * 4 + (first + c) % 2;
-
-            a[c] = __fmaf_rn(sum[at], p.scale0, p.bias0);
-            b[c] = __fmaf_rn(sum[at + 2], p.scale1, p.bias1);
-        }
-        if constexpr (KIND >= PRODUCT_FLOAT16) {
-            float mean[C];
-
-#pragma unroll
-            for (int c = 0; c < C; c++)
-                mean[c] = a[c] + b[c];
-
-            const float mine = reduce_columns<add>(mean) / GROUP;
-
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-                a[c] -= of_column(mine, c);
-                b[c] -= of_column(mine, c);
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++)
-            square[c] = a[c] * a[c] + b[c] * b[c];
-
-        const float rstd = rsqrtf(reduce_columns<add>(square) / GROUP + eps);
-
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            const float r = of_column(rstd, c);
-
-            key[c] = min(key_of(__fmaf_rn(a[c], r * p.gamma0, p.beta0)),
-                         key_of(__fmaf_rn(b[c], r * p.gamma1, p.beta1)));
-        }
-
-        const uint32_t lowest = reduce_columns<least>(key);
-        const int column = first + lane / 4 % C;
-
-        if (lane / 4 < C)
-            atomicMin(keys + column / 2 * 8 + lane % 4 * 2 + column % 2, lowest);
-    }
+    norm_min_of<KIND, T, FIRST, C>(sum, p, eps, keys);
+    if constexpr (left > C)
+        norm_min<KIND, T, FIRST + C>(sum, p, eps, keys);
 }
 
-/* Of all blocks the last to come here turns keys into numbers. Called by THREADS threads. */
+/*
+ * Of all blocks the last to come here turns keys into numbers, where that is wanted. Called by
+ * THREADS threads.
+ */
 template <int THREADS>
 static __device__ __forceinline__ void finish(const struct product_run &run, uint32_t *shared)
 {
     const int t = threadIdx.x % THREADS;
 
+    if (!run.to)
+        return;
     __threadfence();
     group_sync<3>(THREADS);
     if (t == 0)
@@ -278,32 +289,4 @@ static __device__ __forceinline__ void finish(const struct product_run &run, uin
         run.to[i] = of_key(__ldcg(run.keys + i));
     if (t == 0)
         *run.arrived = 0;
-}
-
-/*
- * Blocks in clusters of that many. The product may start while rows are still prepared: it waits
- * for them itself. The cluster's size is given here and not in the kernel, because a build for
- * devices that have no clusters must compile.
- */
-static inline int launch_early(const void *kernel, unsigned blocks, unsigned cluster,
-                               unsigned threads, int shared, cudaStream_t stream,
-                               const struct product_run *run, const CUtensorMap *scales,
-                               struct report *report)
-{
-    void *arguments[] = {(void *)run, (void *)scales};
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {};
-
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = (size_t)shared;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return CUDA(report, cudaLaunchKernelExC(&config, kernel, arguments));
 }

@@ -14,13 +14,10 @@
 extern "C" {
 #endif
 
-#define GROUP      16                 /* channels of a group_norm's group */
-#define SLAB       64                 /* channels of a warpgroup */
-#define PLANE      64                 /* of K */
-#define SLAB_SIZE  (SLAB * PLANE * 4) /* bytes of a slab's unit: two planes */
-#define HALF       128                /* rows of half a wide tile */
-#define WIDE_ROWS  (2 * HALF)
-#define NARROW_MAX 128 /* rows of the largest narrow tile */
+#define GROUP     16                 /* channels of a group_norm's group */
+#define SLAB      64                 /* channels of a warpgroup */
+#define PLANE     64                 /* of K */
+#define SLAB_SIZE (SLAB * PLANE * 4) /* bytes of a slab's unit: two planes */
 
 enum product_kind {
     PRODUCT_EXACT,   /* three products of scaled fp16 halves */
@@ -29,8 +26,13 @@ enum product_kind {
     PRODUCT_BFLOAT16
 };
 
-/* A tile's scales; 8 rows have room for 16 because a thread reads those of two column blocks. */
-#define SCALES(tile) ((tile) < 16 ? 16 : (tile))
+/* A tile's scales: pairs of column blocks, because a thread reads those of two together. */
+#define SCALES(tile) (((tile) + 15) / 16 * 16)
+
+/* Rows of half a wide tile: from, to, in steps of. */
+#define HALF_MIN        72
+#define HALF_MAX        128
+#define WIDE_STEP(kind) ((kind) == PRODUCT_EXACT ? 8 : 16)
 
 /* Of K, in one unit. */
 #define PRODUCT_UNIT(kind) ((kind) == PRODUCT_EXACT ? PLANE : 2 * PLANE)
@@ -41,6 +43,7 @@ struct product_run {
     uint8_t *rows;    /* [tiles][units][2 planes][8][tile rows][8] of 16 bits */
     float *scales;    /* exact: [tiles][units][SCALES]; single: [tiles][SCALES], in the order of
                          scale_place() */
+    int tile;         /* rows of a tile in both */
     float
         common_scale; /* of all channels, and part of `scales`; channel_scales are relative to it */
     float *channel_scales, *bias, *gamma, *beta; /* [channels] */
@@ -53,10 +56,10 @@ struct product_run {
     float eps;
 };
 
-/* x [n, in] to `rows` rows (a multiple of the tile: 8, 16 ... 128), zeros past n; starts the
+/* x [n, in] to `rows` rows (a multiple of the tile, which is one of 8), zeros past n; starts the
  * minima. */
-int rows_cuda(cudaStream_t stream, enum product_kind kind, int tile, int64_t rows, const void *x,
-              int64_t in, const struct product_run *run, struct report *report);
+int rows_cuda(cudaStream_t stream, enum product_kind kind, int64_t rows, const void *x, int64_t in,
+              const struct product_run *run, struct report *report);
 /* weight [slabs * SLAB, in], bias, gamma and beta (or NULL), all float32, to their places. */
 int weights_cuda(cudaStream_t stream, enum product_kind kind, const float *weight, int64_t in,
                  const float *bias, const float *gamma, const float *beta,
@@ -68,14 +71,16 @@ bool product_runs_here(void);
 int wide_product_ready(enum product_kind kind, int *ret_clusters, struct report *report);
 int narrow_product_ready(enum product_kind kind, struct report *report);
 
-/* `scales`: run->scales in boxes of a tile's (exact). Tiles of 128 channels x 256 rows, or with
- * `few` of 64 x 256. At most `clusters` run at a time. */
+/* Tiles of narrow_product, in order; 0 past the last. */
+int narrow_product_tile(int i);
+
+/* `scales`: run->scales in boxes of a tile's (exact). Tiles of 128 channels, or with `few` of 64,
+ * by two halves of run->tile rows. At most `clusters` run at a time. */
 int wide_product_cuda(cudaStream_t stream, enum product_kind kind, bool few, int clusters,
                       struct product_run *run, const CUtensorMap *scales, struct report *report);
-/* Tiles of 64 channels x `tile` rows. */
-int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, int tile,
-                        const struct product_run *run, const CUtensorMap *scales,
-                        struct report *report);
+/* Tiles of 64 channels x run->tile rows. */
+int narrow_product_cuda(cudaStream_t stream, enum product_kind kind, const struct product_run *run,
+                        const CUtensorMap *scales, struct report *report);
 
 #ifdef __cplusplus
 }

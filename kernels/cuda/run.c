@@ -58,12 +58,13 @@ int plan_arenas(struct plan *plan, struct report *report)
 }
 
 static int run_tail(const struct arena *arena, cudaStream_t stream, const struct block *block,
-                    const struct tail_step *step, const float *from, float *to,
+                    const struct tail_step *step, const float *from, bool keys, float *to,
                     struct report *report)
 {
     struct tail tail = step->tail;
 
     tail.from = from;
+    tail.keys = keys;
     tail.to = to;
     tail.norm.stats = arena->stats;
     tail.constant.tops = arena->tops;
@@ -76,6 +77,15 @@ static int run_tail(const struct arena *arena, cudaStream_t stream, const struct
     tail.counters = block->counters;
     tail.counter_pitch = block->counter_pitch;
     return tail_cuda(stream, &tail, block->n_tiles[step->table], report);
+}
+
+/* The end of the pipeline that this library is for reads minima as they are found. */
+static bool keys_suffice(const struct plan *plan, const struct block *block, int i)
+{
+    const struct step *step = &plan->steps[i];
+
+    return step->kind == STEP_LINEAR_NORM_MIN && i == plan->n_steps - 2 && block->n_compact == 0 &&
+           step[1].kind == STEP_TAIL && outer_fits(&step[1].tail->tail);
 }
 
 static int run_linear(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
@@ -142,7 +152,7 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
         const struct step *step = &plan->steps[i];
         const void *from = step->from == BUFFER_X ? block->x : arena->buffers[step->from];
         float *to = arena->buffers[step->to];
-        bool last = i == plan->n_steps - 1;
+        bool last = i == plan->n_steps - 1, keys;
 
         switch (step->kind) {
         case STEP_WIDEN:
@@ -154,8 +164,8 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             r = run_linear(plan, arena, stream, step, block->rows, from, to, report);
             break;
         case STEP_LINEAR_NORM_MIN:
-            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->rows, to,
-                                    report);
+            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->rows,
+                                    keys_suffice(plan, block, i) ? NULL : to, report);
             break;
         case STEP_CONV3D:
             r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);
@@ -167,9 +177,12 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             r = run_amin(stream, step, block->rows, from, to, report);
             break;
         case STEP_TAIL:
-            r = run_tail(arena, stream, block, step->tail, from, last ? NULL : to, report);
+            keys = i > 0 && keys_suffice(plan, block, i - 1);
+            if (keys)
+                from = linear_norm_min_keys(step[-1].fused, arena->fused);
+            r = run_tail(arena, stream, block, step->tail, from, keys, last ? NULL : to, report);
             if (r == 0 && last && plan->compact)
-                r = run_tail(arena, stream, block, plan->compact, from, NULL, report);
+                r = run_tail(arena, stream, block, plan->compact, from, false, NULL, report);
             break;
         }
     }
@@ -179,5 +192,5 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
 int plan_fill(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
               const struct block *block, struct report *report)
 {
-    return run_tail(arena, stream, block, plan->fill, NULL, NULL, report);
+    return run_tail(arena, stream, block, plan->fill, NULL, false, NULL, report);
 }
