@@ -64,7 +64,7 @@ all_ended() {
 
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu_small test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
     one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary

@@ -1,0 +1,349 @@
+/*
+ * The product in registers (linear + group_norm over 16 channels + amin): the same bits for a row
+ * in every batch size, which each take tiles of another height, and its error as a bound.
+ *
+ * Everything lies in device memory, so that a batch is one run of the kernels.
+ */
+#include "tests/gpu/models.h"
+
+#define K      512
+#define C      8192
+#define GROUPS (C / 16)
+#define ROWS   4096
+
+static struct fixture fixture;
+
+/* gamma negative and zero too. */
+static float fill(const char *name, int64_t i)
+{
+    models_fan_in = K;
+    if (name[0] == 'g')
+        return i % 7 == 3 ? 0 : models_fill("t", i);
+    return models_fill(name, i);
+}
+
+static void *array(size_t n, size_t size)
+{
+    void *p = calloc(n, size);
+
+    assert_non_null(p);
+    return p;
+}
+
+struct setting {
+    const char *dtype, *precision;
+};
+
+static struct pipeline *build(const struct setting *setting, int groups)
+{
+    struct pipeline *pipeline;
+    struct report report;
+    char text[1024];
+
+    snprintf(text, sizeof(text), MODEL_A, setting->dtype, setting->precision, K, C, groups, C);
+    if (fixture_build(&fixture, text, fill, &pipeline, &report) < 0)
+        fail_msg("%s", report.text);
+    return pipeline;
+}
+
+/* A plan, ROWS rows of input and their results, all on the device. */
+struct bench {
+    struct pipeline *pipeline;
+    struct plan *plan;
+    struct region x, y;
+    size_t size; /* of a number */
+};
+
+static struct bench bench_new(const struct setting *setting, int groups, size_t y_size)
+{
+    struct bench bench = {.pipeline = build(setting, groups)};
+
+    bench.size = dtype_size(bench.pipeline->dtype);
+    bench.plan = device_load(device_get(), bench.pipeline, ROWS);
+    bench.x = region_new(device_get(), (size_t)ROWS * K * bench.size, true);
+    bench.y = region_new(device_get(), y_size, true);
+    return bench;
+}
+
+static void bench_free(struct bench *bench)
+{
+    region_free(device_get(), &bench->x);
+    region_free(device_get(), &bench->y);
+    device_get()->ops->unload(device_get()->backend, bench->plan);
+    pipeline_free(bench->pipeline);
+}
+
+static void bench_fill(struct bench *bench, const float *x, size_t rows)
+{
+    char *words = array(rows * K, bench->size);
+
+    tensor_from_float(bench->pipeline->dtype, x, words, rows * K);
+    device_copy(bench->x.at, words, rows * K * bench->size);
+    free(words);
+}
+
+/* Rows from `first` on, as one batch: their minima, or with `whole` all of the result. */
+static void bench_run(struct bench *bench, uint32_t first, uint32_t rows, bool whole, void *y)
+{
+    size_t size = rows * (whole ? C : 1) * bench->size;
+    struct job job = {.x = bench->x.at + (size_t)first * K * bench->size,
+                      .x_memory = bench->x.memory,
+                      .y = bench->y.at,
+                      .y_memory = bench->y.memory,
+                      .y_size = size,
+                      .rows = rows,
+                      .compact = !whole};
+
+    device_run(device_get(), bench->plan, &job, 1);
+    assert_int_equal(job.result, 0);
+    device_copy(y, bench->y.at, size);
+}
+
+/* Every batch size up to 520 and some to ROWS, of rows in order and shuffled. */
+static void check_bits(const struct setting *setting)
+{
+    struct bench bench = bench_new(setting, GROUPS, ROWS * sizeof(float));
+    float *x = array((size_t)ROWS * K, sizeof(*x)), *y = array((size_t)ROWS * K, sizeof(*y));
+    char *want = array(ROWS, bench.size), *mixed = array(ROWS, bench.size);
+    char *got = array(ROWS, bench.size);
+    unsigned n = 0;
+
+    models_input(x, (size_t)ROWS * K, 3, -0.5f);
+    bench_fill(&bench, x, ROWS);
+    bench_run(&bench, 0, ROWS, false, want);
+    for (int shuffled = 0; shuffled < 2; shuffled++) {
+        for (uint32_t i = 0; i < ROWS; i++) {
+            uint32_t from = shuffled ? i * 1237 % ROWS : i;
+
+            memcpy(y + (size_t)i * K, x + (size_t)from * K, K * sizeof(*x));
+            memcpy(mixed + i * bench.size, want + from * bench.size, bench.size);
+        }
+        bench_fill(&bench, y, ROWS);
+        for (uint32_t rows = 1; rows <= ROWS; rows += rows < 520 ? 1 : 149, n++) {
+            uint32_t first = rows * 31 % (ROWS - rows + 1);
+
+            bench_run(&bench, first, rows, false, got);
+            for (uint32_t i = 0; i < rows; i++)
+                if (memcmp(got + i * bench.size, mixed + (first + i) * bench.size, bench.size) != 0)
+                    fail_msg("%s %s, %s: row %u of a batch of %u is not as in one of %u",
+                             setting->dtype, setting->precision, shuffled ? "shuffled" : "in order",
+                             i, rows, ROWS);
+        }
+    }
+    printf("%s %s: the same bits in %u batches\n", setting->dtype, setting->precision, n);
+    bench_free(&bench);
+    free(x);
+    free(y);
+    free(want);
+    free(mixed);
+    free(got);
+}
+
+static void test_every_batch_size(void **state)
+{
+    static const struct setting settings[] = {
+        {"float32", "fp32"}, {"float32", "tf32"}, {"float16", "fp32"}, {"bfloat16", "fp32"}};
+
+    (void)state;
+    for (size_t i = 0; i < sizeof(settings) / sizeof(*settings); i++)
+        check_bits(&settings[i]);
+}
+
+/* The outer sum is the minima plus the tensor, in one float32 addition. */
+static void test_whole_result(void **state)
+{
+    static const uint32_t sizes[] = {1, 2, 63, 100, 130, 257, 513};
+    static const struct setting setting = {"float32", "fp32"};
+    struct bench bench = bench_new(&setting, GROUPS, (size_t)513 * C * sizeof(float));
+    float *x = array((size_t)ROWS * K, sizeof(*x)), *m = array(ROWS, sizeof(*m));
+    float *y = array((size_t)513 * C, sizeof(*y));
+
+    (void)state;
+    models_input(x, (size_t)ROWS * K, 4, -0.5f);
+    x[5] = NAN;
+    bench_fill(&bench, x, ROWS);
+    for (size_t s = 0; s < sizeof(sizes) / sizeof(*sizes); s++) {
+        uint32_t rows = sizes[s];
+
+        bench_run(&bench, 0, rows, false, m);
+        bench_run(&bench, 0, rows, true, y);
+        assert_true(isnan(m[0]));
+        for (int64_t c = 0; c < C; c++)
+            for (uint32_t i = 0; i < rows; i++) {
+                float want = m[i] + fill("t", c), is = y[c * rows + i];
+
+                if (is != want && !(isnan(is) && isnan(want)))
+                    fail_msg("channel %" PRId64 " of row %u of %u is %.9g, not %.9g", c, i, rows,
+                             (double)is, (double)want);
+            }
+    }
+    bench_free(&bench);
+    free(x);
+    free(m);
+    free(y);
+}
+
+enum kind { PLAIN, ONE_HUGE, LARGE, SMALL, SUBNORMAL, ZERO, KINDS };
+
+static const char *const kinds[] = {"plain",       "one huge, many tiny", "times 1e18",
+                                    "times 1e-20", "subnormal",           "zero"};
+
+static void spoil(float *row, enum kind kind)
+{
+    for (int k = 0; k < K; k++)
+        switch (kind) {
+        case ONE_HUGE:
+            row[k] *= k == 77 ? 1e6f : 1e-3f;
+            break;
+        case LARGE:
+            row[k] *= 1e18f;
+            break;
+        case SMALL:
+            row[k] *= 1e-20f;
+            break;
+        case SUBNORMAL:
+            row[k] *= 1e-39f;
+            break;
+        case ZERO:
+            row[k] = 0;
+            break;
+        default:
+            break;
+        }
+}
+
+/*
+ * A channel's sum, with its group's mean taken away, and how far that may be from the kernel's: the
+ * contract is 2^-22 of the sum over blocks of 64 of the largest |x| times all |w|, and float32's
+ * own rounding of what is added.
+ */
+static double sum_of(const double *w, const float *x, double *ret_bound)
+{
+    double sum = 0, bound = 0;
+
+    for (int k = 0; k < K; k += 64) {
+        double top = 0, weights = 0;
+
+        for (int j = k; j < k + 64; j++) {
+            sum += w[j] * (double)x[j];
+            top = fmax(top, fabs((double)x[j]));
+            weights += fabs(w[j]);
+        }
+        bound += top * weights;
+    }
+    *ret_bound = 0x1p-22 * bound + 0x1p-149;
+    return sum;
+}
+
+/* The minimum of a row in float64, and how far float32's may be from it. */
+static double minimum_of(const float *w, const float *x, double *ret_bound)
+{
+    double lowest = INFINITY, bound = 0;
+
+    for (int g = 0; g < GROUPS; g++) {
+        double v[16], e[16], bias = 0, squares = 0, rstd, error = 0;
+
+        for (int c = 0; c < 16; c++)
+            bias += (double)fill("b", g * 16 + c) / 16;
+        for (int c = 0; c < 16; c++) {
+            double centred[K];
+
+            for (int k = 0; k < K; k++) {
+                double mean = 0;
+
+                for (int i = 0; i < 16; i++)
+                    mean += (double)w[(size_t)(g * 16 + i) * K + k] / 16;
+                centred[k] = (double)w[(size_t)(g * 16 + c) * K + k] - mean;
+            }
+            v[c] = sum_of(centred, x, &e[c]) + (double)fill("b", g * 16 + c) - bias;
+            e[c] += 0x1p-23 * fabs(v[c]);
+            error = fmax(error, e[c]);
+            squares += v[c] * v[c];
+        }
+        rstd = 1 / sqrt(squares / 16 + (double)1e-5f);
+        for (int c = 0; c < 16; c++) {
+            double gamma = (double)fill("g", g * 16 + c), beta = (double)fill("h", g * 16 + c);
+            double z = v[c] * rstd;
+
+            lowest = fmin(lowest, z * gamma + beta);
+            bound = fmax(bound, fabs(gamma) * rstd * (e[c] + fabs(z) * error) +
+                                    0x1p-21 * (fabs(z * gamma) + fabs(beta)));
+        }
+    }
+    *ret_bound = bound;
+    return lowest;
+}
+
+static void test_error_is_bounded(void **state)
+{
+    static const struct setting setting = {"float32", "fp32"};
+    static const uint32_t sizes[] = {KINDS, 100, 600}; /* rows: other kernels, the same bits */
+    struct bench bench = bench_new(&setting, GROUPS, ROWS * sizeof(float));
+    float *x = array((size_t)ROWS * K, sizeof(*x)), *w = array((size_t)C * K, sizeof(*w));
+    float *m = array(ROWS, sizeof(*m));
+
+    (void)state;
+    models_input(x, (size_t)ROWS * K, 9, -0.5f);
+    for (int64_t i = 0; i < (int64_t)C * K; i++)
+        w[i] = fill("w", i);
+    for (enum kind kind = 0; kind < KINDS; kind++)
+        spoil(x + (size_t)kind * K, kind);
+    bench_fill(&bench, x, ROWS);
+    for (size_t s = 0; s < sizeof(sizes) / sizeof(*sizes); s++) {
+        bench_run(&bench, 0, sizes[s], false, m);
+        for (enum kind kind = 0; kind < KINDS && s == 0; kind++) {
+            double bound, want = minimum_of(w, x + (size_t)kind * K, &bound);
+            double error = fabs((double)m[kind] - want);
+
+            printf("%s: error %.3g, bound %.3g\n", kinds[kind], error, bound);
+            if (!(error <= bound))
+                fail_msg("%s: %.9g, not %.9g: wrong by %.3g, and %.3g is allowed", kinds[kind],
+                         (double)m[kind], want, error, bound);
+        }
+    }
+    bench_free(&bench);
+    free(x);
+    free(w);
+    free(m);
+}
+
+/* A group of one channel is its beta, whatever comes. */
+static void test_one_channel_a_group(void **state)
+{
+    static const struct setting setting = {"float32", "fp32"};
+    struct bench bench = bench_new(&setting, C, ROWS * sizeof(float));
+    float *x = array((size_t)ROWS * K, sizeof(*x)), *m = array(ROWS, sizeof(*m)), lowest = INFINITY;
+
+    (void)state;
+    models_input(x, (size_t)ROWS * K, 2, -0.5f);
+    bench_fill(&bench, x, ROWS);
+    bench_run(&bench, 0, 70, false, m);
+    for (int64_t c = 0; c < C; c++)
+        lowest = fminf(lowest, fill("h", c));
+    for (int i = 0; i < 70; i++)
+        if (m[i] != lowest)
+            fail_msg("row %d is %.9g, not %.9g", i, (double)m[i], (double)lowest);
+    bench_free(&bench);
+    free(x);
+    free(m);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_every_batch_size),
+        cmocka_unit_test(test_whole_result),
+        cmocka_unit_test(test_error_is_bounded),
+        cmocka_unit_test(test_one_channel_a_group),
+    };
+
+    int r;
+
+    device_get();
+    fixture_make(&fixture);
+    if (getenv("TESTS"))
+        cmocka_set_test_filter(getenv("TESTS"));
+    r = cmocka_run_group_tests(tests, NULL, NULL);
+    fixture_remove(&fixture);
+    return r;
+}
