@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/plan.h"
 
-#define BLOCK_STAGING ((uint64_t)2 << 20) /* bytes each way: see block.c */
+#define BLOCK_STAGING ((uint64_t)8 << 20) /* bytes each way: see block.c */
 #define BLOCK_TABLES                                                  \
     (SEGMENTS_MAX * (sizeof(struct piece) + sizeof(struct segment)) + \
      TAILS_MAX * (SEGMENTS_MAX + 1) * sizeof(int32_t) +               \
