@@ -44,6 +44,12 @@ $(1): $$(patsubst $(B)/%,$(B)/obj/%.c.o,$(1)) $(B)/libcpu.a $(B)/libkernels.a
 endef
 $(foreach p,$(GPU_PROGRAMS),$(eval $(call gpu_program,$(p))))
 
+# The kernels of pipeline A alone, without the backend around them.
+$(B)/tests/bench/bench_product: $(call obj,tests/bench/bench_product.cu $(SRC_cuda_whole) kernels/cuda/faultless.c) $(B)/libkernels.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -o $@ $^ $(LIBS_cuda)
+
 # What serve.sh asks of daemons.
 $(B)/tests/gpu/drive: $(call obj,tests/gpu/drive.c) $(B)/libfused.a $(B)/libkernels.a $(B)/libproto.a
 	@mkdir -p $(@D)
@@ -56,7 +62,8 @@ $(B)/tests/gpu/filter: $(call obj,tests/gpu/filter.c)
 	$(Q)$(CC) $(LDFLAGS_) -o $@ $^
 
 .PHONY: gpu check-gpu check-sanitizer bench-gpu bundle
-gpu: $(B)/fused $(B)/fusectl $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS) $(B)/tests/gpu/drive $(B)/tests/gpu/filter
+gpu: $(B)/fused $(B)/fusectl $(B)/fused-cuda.so $(B)/fused-cuda-faulty.so $(GPU_PROGRAMS) $(B)/tests/gpu/drive $(B)/tests/gpu/filter \
+     $(B)/tests/bench/bench_product
 
 check-gpu: gpu ## the GPU tests
 	$(Q)B=$(B) tests/gpu/run.sh check

@@ -64,7 +64,7 @@ all_ended() {
 
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
     one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary
@@ -92,6 +92,7 @@ bench)
     timeout 300 python3 tests/bench/torch_gpu.py ${COMPILE:+--compile} >"$torch" 2>/dev/null </dev/null
     cat "$torch"
     timeout 300 "$B/tests/bench/bench_gpu" "$torch" "$B/bench_gpu.json" </dev/null
+    timeout 120 "$B/tests/bench/bench_product" </dev/null
     ;;
 demo)
     timeout 300 tests/demo.sh </dev/null
