@@ -77,6 +77,11 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
     case STEP_CONV3D:
         raise(&b->loading, conv_resident(&b->convs[stage]));
         return conv_resident(&b->convs[stage]);
+    case STEP_CONV_NORM:
+        conv_norm_size(&b->normed[stage], &resident, &work);
+        raise(&size->fused, work);
+        raise(&b->loading, bytes(b->pipeline->stages[stage].weight.elements, 1, sizeof(float)));
+        return resident;
     case STEP_STATS:
         raise(&size->stats, bytes(rows, step->groups, sizeof(float2)));
         raise(&size->partial,
@@ -247,7 +252,10 @@ static int load_fused(const struct builder *b, const struct loader *loader, int 
 
     for (int p = 0; p < 4 && r == 0; p++)
         r = new_param(loader, params[p], &at[p], report);
-    if (r == 0)
+    if (r == 0 && b->plan->steps[i].kind == STEP_CONV_NORM)
+        r = conv_norm_new(&b->normed[b->stage_of[i]], at[0], at[1], at[2], at[3], loader->stream,
+                          &b->plan->steps[i].normed, report);
+    else if (r == 0)
         r = linear_norm_min_new(&b->fused[b->stage_of[i]], at[0], at[1], at[2], at[3],
                                 loader->stream, &b->plan->steps[i].fused, report);
     for (int p = 0; p < 4; p++)
@@ -274,6 +282,7 @@ static int load_step(struct builder *b, const struct loader *loader, struct gemm
         if (r == 0 && norm)
             r = keep_param(plan, loader, &norm->bias, &step->beta, report);
         break;
+    case STEP_CONV_NORM:
     case STEP_LINEAR_NORM_MIN:
         r = load_fused(b, loader, i, report);
         break;
@@ -318,6 +327,7 @@ static void describe(struct plan *plan)
         [STEP_WIDEN] = "to float32",
         [STEP_LINEAR] = "linear",
         [STEP_CONV3D] = "conv3d",
+        [STEP_CONV_NORM] = "conv3d, group_norm",
         [STEP_STATS] = "group statistics",
         [STEP_NORM_MIN] = "linear, group_norm, amin",
         [STEP_LINEAR_NORM_MIN] = "linear, group_norm, amin",
@@ -336,14 +346,16 @@ static void describe(struct plan *plan)
                 step->tail->tail.n_points, i == plan->n_steps - 1 ? "the result" : "memory");
         else
             say(plan, "%s%s%s\n", names[step->kind],
-                step->gemm || step->conv || step->fused ? ": " : "",
-                step->gemm    ? gemm_text(step->gemm)
-                : step->conv  ? conv_text(step->conv)
-                : step->fused ? linear_norm_min_text(step->fused)
-                              : "");
-        plan->launches += step->gemm    ? gemm_launches(step->gemm) + 1
-                          : step->conv  ? conv_launches(step->conv, plan->rows_max)
-                          : step->fused ? linear_norm_min_launches(step->fused, plan->rows_max)
+                step->gemm || step->conv || step->normed || step->fused ? ": " : "",
+                step->gemm     ? gemm_text(step->gemm)
+                : step->conv   ? conv_text(step->conv)
+                : step->normed ? conv_norm_text(step->normed)
+                : step->fused  ? linear_norm_min_text(step->fused)
+                               : "");
+        plan->launches += step->gemm     ? gemm_launches(step->gemm) + 1
+                          : step->conv   ? conv_launches(step->conv, plan->rows_max)
+                          : step->normed ? CONV_NORM_LAUNCHES
+                          : step->fused  ? linear_norm_min_launches(step->fused, plan->rows_max)
                           : step->kind == STEP_STATS && plan->size.partial ? 2u
                                                                            : 1u;
     }
@@ -404,6 +416,7 @@ struct plan *plan_free(struct plan *plan)
         gemm_free(plan->steps[i].gemm);
         linear_norm_min_free(plan->steps[i].fused);
         conv_free(plan->steps[i].conv);
+        conv_norm_free(plan->steps[i].normed);
     }
     for (int i = 0; i < plan->n_params; i++)
         cudaFree(plan->params[i]);

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels/backend.h"
-#include "kernels/cuda/conv.h"
+#include "kernels/cuda/conv_norm.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear_norm_min.h"
@@ -20,6 +20,7 @@ enum step_kind {
     STEP_WIDEN,  /* 16-bit input to float32 */
     STEP_LINEAR, /* products, bias */
     STEP_CONV3D,
+    STEP_CONV_NORM,       /* conv3d, group_norm and a tail */
     STEP_STATS,           /* of a group_norm: a tail normalises */
     STEP_NORM_MIN,        /* linear, group_norm, amin over all channels: products, then a kernel */
     STEP_LINEAR_NORM_MIN, /* the same in one kernel */
@@ -44,6 +45,7 @@ struct step {
     struct linear_norm_min *fused;      /* LINEAR_NORM_MIN */
     int64_t gemm_rows;                  /* products per row */
     struct conv *conv;
+    struct conv_norm *normed;             /* CONV_NORM */
     int64_t groups, channels, group_size; /* STATS, NORM_MIN */
     float eps;
     const float *gamma, *beta;
@@ -64,7 +66,7 @@ struct arena {
     float2 *stats;
     double2 *partial;
     struct gemm_work gemm;
-    void *fused;     /* of linear_norm_min */
+    void *fused;     /* of linear_norm_min, conv_norm */
     void *workspace; /* of convolutions */
     uint32_t *tops;
     uint32_t *tops_host; /* pinned */

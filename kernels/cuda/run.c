@@ -116,6 +116,20 @@ static int run_linear(const struct plan *plan, const struct arena *arena, cudaSt
     return gemm_finish(step->gemm, stream, &arena->gemm, dtype, from, products, to, report);
 }
 
+static int run_conv_norm(const struct arena *arena, cudaStream_t stream, const struct block *block,
+                         const struct step *step, const void *from, float *to,
+                         struct report *report)
+{
+    struct tail tail = step->tail->tail;
+
+    tail.to = to;
+    tail.segments = block->segments;
+    tail.n_segments = block->n_results + block->n_compact;
+    tail.counters = block->counters;
+    tail.counter_pitch = block->counter_pitch;
+    return conv_norm_run(step->normed, stream, arena->fused, from, block->rows, &tail, report);
+}
+
 static int run_stats(const struct arena *arena, cudaStream_t stream, const struct step *step,
                      int64_t rows, const float *from, struct report *report)
 {
@@ -169,6 +183,9 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             break;
         case STEP_CONV3D:
             r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);
+            break;
+        case STEP_CONV_NORM:
+            r = run_conv_norm(arena, stream, block, step, from, last ? NULL : to, report);
             break;
         case STEP_STATS:
             r = run_stats(arena, stream, step, block->rows, from, report);

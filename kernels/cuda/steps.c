@@ -4,10 +4,11 @@
  * Stages are taken in order and fused where a fused step exists:
  *   linear + group_norm + amin over all channels     one kernel where linear_norm_min has the
  *                                                    shape, else products, then one (norm_min)
+ *   conv3d + group_norm + minimum, clamp, dropout ...   where conv_norm has the shape
  *   group_norm + minimum, clamp, dropout ...         statistics, then one kernel (a tail)
  *   add + minimum, clamp, dropout ...                one tail
  *   minimum, clamp, dropout ...                      one tail
- * and the last step is always a tail, because only tails write results. Values go back and forth
+ * and the last step always has a tail, because only tails write results. Values go back and forth
  * between two arrays.
  */
 #include <math.h>
@@ -99,23 +100,29 @@ static void add_linear(struct builder *b)
     b->stage += fused ? 3 : 1;
 }
 
+static struct conv_shape conv_shape(const struct stage *stage, int64_t rows)
+{
+    struct conv_shape conv = {
+        .in_channels = stage->conv3d.in_channels,
+        .out_channels = stage->conv3d.out_channels,
+        .rows = rows,
+    };
+
+    for (int i = 0; i < 3; i++) {
+        conv.in[i] = stage->in.dims[2 + i];
+        conv.out[i] = stage->out.dims[2 + i];
+        conv.kernel[i] = stage->conv3d.kernel[i];
+        conv.stride[i] = stage->conv3d.stride[i];
+        conv.padding[i] = stage->conv3d.padding[i];
+    }
+    return conv;
+}
+
 static void add_conv3d(struct builder *b)
 {
     const struct stage *stage = next(b, 0);
-    struct conv_shape *conv = &b->convs[b->stage];
 
-    *conv = (struct conv_shape){
-        .in_channels = stage->conv3d.in_channels,
-        .out_channels = stage->conv3d.out_channels,
-        .rows = b->plan->rows_max,
-    };
-    for (int i = 0; i < 3; i++) {
-        conv->in[i] = stage->in.dims[2 + i];
-        conv->out[i] = stage->out.dims[2 + i];
-        conv->kernel[i] = stage->conv3d.kernel[i];
-        conv->stride[i] = stage->conv3d.stride[i];
-        conv->padding[i] = stage->conv3d.padding[i];
-    }
+    b->convs[b->stage] = conv_shape(stage, b->plan->rows_max);
     add_step(b, STEP_CONV3D, shape_elements(&stage->out));
     b->stage++;
 }
@@ -218,6 +225,44 @@ static void add_group_norm(struct builder *b)
     add_points(b, tail);
 }
 
+/* Masks must be drawn four at a time there. */
+static bool tail_is_plain(const struct builder *b)
+{
+    for (int i = 2; next(b, i) && (next(b, i)->op == OP_MINIMUM || next(b, i)->op == OP_CLAMP ||
+                                   next(b, i)->op == OP_DROPOUT);
+         i++)
+        if (next(b, i)->op == OP_DROPOUT && next(b, i)->dropout.p != 0)
+            return false;
+    return true;
+}
+
+/* conv3d, group_norm and what follows, as one step. False: as steps of their own. */
+static bool add_conv_norm(struct builder *b)
+{
+    const struct stage *stage = next(b, 0), *norm = next(b, 1);
+    struct conv_norm_shape *shape = &b->normed[b->stage];
+    int64_t elements = shape_elements(&stage->out);
+    struct step *step;
+
+    if (!norm || norm->op != OP_GROUP_NORM || (elements % 4 != 0 && !tail_is_plain(b)))
+        return false;
+    *shape = (struct conv_norm_shape){
+        .conv = conv_shape(stage, b->plan->rows_max),
+        .dtype = b->wide ? DTYPE_FLOAT32 : b->plan->dtype,
+        .groups = norm->group_norm.groups,
+        .eps = (float)norm->group_norm.eps,
+    };
+    /* Values between stages are float32, results what the model says: the kernel knows both. */
+    if (shape->dtype != b->plan->dtype || !conv_norm_fits(shape))
+        return false;
+    step = add_step(b, STEP_CONV_NORM, elements);
+    b->norm_of[b->plan->n_steps - 1] = b->stage + 1;
+    step->tail = new_tail(b->plan, LIST_ALL, TAIL_DIRECT, elements);
+    b->stage += 2;
+    add_points(b, &step->tail->tail);
+    return true;
+}
+
 static int64_t count(const struct shape *shape, int from, int to)
 {
     int64_t all = 1;
@@ -288,7 +333,8 @@ static void add_stages(struct builder *b)
 {
     const struct stage *stage;
 
-    if (b->plan->dtype != DTYPE_FLOAT32 && next(b, 0) && next(b, 0)->op != OP_LINEAR)
+    if (b->plan->dtype != DTYPE_FLOAT32 && next(b, 0) && next(b, 0)->op != OP_LINEAR &&
+        !(next(b, 0)->op == OP_CONV3D && add_conv_norm(b)))
         add_step(b, STEP_WIDEN, b->elements);
     for (stage = next(b, 0); stage; stage = next(b, 0)) {
         switch (stage->op) {
@@ -296,7 +342,8 @@ static void add_stages(struct builder *b)
             add_linear(b);
             break;
         case OP_CONV3D:
-            add_conv3d(b);
+            if (!add_conv_norm(b))
+                add_conv3d(b);
             break;
         case OP_GROUP_NORM:
             add_group_norm(b);
@@ -312,7 +359,7 @@ static void add_stages(struct builder *b)
             break;
         }
     }
-    if (b->plan->n_steps == 0 || b->plan->steps[b->plan->n_steps - 1].kind != STEP_TAIL)
+    if (b->plan->n_steps == 0 || !b->plan->steps[b->plan->n_steps - 1].tail)
         add_tail(b, TAIL_DIRECT, b->elements);
 }
 

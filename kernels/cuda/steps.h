@@ -16,6 +16,7 @@ struct builder {
     struct gemm_shape gemms[MODEL_STAGES_MAX];
     struct linear_norm_min_shape fused[MODEL_STAGES_MAX];
     struct conv_shape convs[MODEL_STAGES_MAX];
+    struct conv_norm_shape normed[MODEL_STAGES_MAX];
     int stage_of[2 * MODEL_STAGES_MAX + 4]; /* where a step's weights come from */
     int norm_of[2 * MODEL_STAGES_MAX + 4];  /* and those of its group_norm; -1: none */
 };

@@ -15,10 +15,9 @@
  * result, and the element that the mask knows, is [outer, rows of the request, inner]: the same
  * order when the batch comes first or the segment is the whole request.
  */
-#include "kernels/cuda/dropout.cuh"
+#include "kernels/cuda/tail.cuh"
 
 #define THREADS      256
-#define WIDTH        4
 #define TILE_MIN     1024 /* elements: one turn of a block */
 #define TILE_MAX     16384
 #define TILES_WANTED 1024
@@ -263,9 +262,7 @@ static __global__ void __launch_bounds__(THREADS)
             if (MASK && point.dropout) {
                 mask(tail, point, seg, s, e, n, v);
             } else if (!point.dropout) {
-#pragma unroll
-                for (int k = 0; k < WIDTH; k++)
-                    v[k] = min_nan(max_nan(v[k], point.low), point.high);
+                limit(point.low, point.high, v);
             }
         }
         if (tail.to)
@@ -319,22 +316,6 @@ static __device__ __forceinline__ void normalise_row(const struct tail &tail, in
     }
 }
 
-/* Where a mask's four words come from: rows of whole fours lie in tensors of whole fours. */
-struct stream {
-    uint64_t turn;
-    uint32_t thread, threads;
-};
-
-static __device__ __forceinline__ struct stream
-stream_at(const struct tail &tail, const struct segment &seg, int64_t row, uint32_t e)
-{
-    int64_t group = ((seg.job_row + row) * tail.elements + e) / 4;
-    int64_t threads = dropout_threads(seg.job_rows * tail.elements);
-    int64_t turn = quotient(group, threads);
-
-    return {(uint64_t)turn, (uint32_t)(group - turn * threads), (uint32_t)threads};
-}
-
 /* A turn of the block further: a mask has at least as many threads as a block. */
 static __device__ __forceinline__ void stream_advance(struct stream &stream)
 {
@@ -343,48 +324,6 @@ static __device__ __forceinline__ void stream_advance(struct stream &stream)
         stream.thread -= stream.threads;
         stream.turn++;
     }
-}
-
-static __device__ __forceinline__ void mask_row(const struct tail &tail, const struct point &point,
-                                                const struct place &place,
-                                                const struct stream &stream, float v[WIDTH])
-{
-    uint64_t counter = __ldg(&tail.counters[point.counter * tail.counter_pitch + place.s]);
-
-    if (point.zero) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            v[k] = __fmul_rn(v[k], 0.0f);
-        return;
-    }
-    uint4 words = dropout_words(place.seg.seed, counter + stream.turn, stream.thread);
-
-#pragma unroll
-    for (int k = 0; k < WIDTH; k++)
-        v[k] = dropout_masked(v[k], dropout_word(words, k) < point.keep_below, point.scale);
-}
-
-template <typename T>
-static __device__ __forceinline__ void store_row(void *row, bool aligned, uint32_t e, int n,
-                                                 const float v[WIDTH])
-{
-    __align__(16) T four[WIDTH];
-    T *to = (T *)row + e;
-
-#pragma unroll
-    for (int k = 0; k < WIDTH; k++)
-        round_to(v[k], &four[k]);
-    if (aligned && n == WIDTH) {
-        if (sizeof(T) == 4)
-            __stcs((uint4 *)to, *(const uint4 *)four);
-        else
-            __stcs((uint2 *)to, *(const uint2 *)four);
-        return;
-    }
-#pragma unroll
-    for (int k = 0; k < WIDTH; k++)
-        if (k < n)
-            to[k] = four[k];
 }
 
 /* A constant under one mask is one of two numbers: nothing but Philox and the writing is left. */
@@ -406,7 +345,7 @@ static __device__ __forceinline__ void fill_row(const struct tail &tail, const s
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             v[k] = dropout_word(words, k) < point.keep_below ? kept : dropped;
-        store_row<T>(place.to, place.aligned, e, WIDTH, v);
+        store_row<T>(place.to, place.aligned, e, 0, WIDTH, v);
         stream_advance(stream);
     }
 }
@@ -447,14 +386,12 @@ static __device__ __forceinline__ void walk_row(const struct tail &tail, const s
 
             if (point.dropout) {
                 if (train)
-                    mask_row(tail, point, place, stream, v);
+                    mask_row(tail, point, place.seg.seed, place.s, stream, v);
                 continue;
             }
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++)
-                v[k] = min_nan(max_nan(v[k], point.low), point.high);
+            limit(point.low, point.high, v);
         }
-        store_row<T>(place.to, place.aligned, e, n, v);
+        store_row<T>(place.to, place.aligned, e, 0, n, v);
         if (MASK)
             stream_advance(stream);
     }

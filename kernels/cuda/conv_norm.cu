@@ -1,0 +1,346 @@
+/*
+ * conv_norm.cu - weights and work space of the fused convolution and norm
+ *
+ * Weights are scaled by a power of two for each output channel, split in fp16 halves and laid out
+ * as the instruction wants its left operand: 16 bytes for each lane, step of K and line of the
+ * window. Which pair of inputs stands at which place of K is decided here, once for both sides:
+ * lane t of the four that share a column takes pairs whose address is t modulo 4, so that their
+ * loads meet no bank twice.
+ */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "kernels/cuda/conv_norm.h"
+#include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/product.h"
+#include "kernels/cuda/window.h"
+#include "kernels/size.h"
+
+#define THREADS   128
+#define TOP       14 /* exponent of a channel's largest scaled weight */
+#define ALIGNMENT 256
+
+/* What stands at a place of K: one or two inputs of a line of the window. channel < 0: none. */
+struct word {
+    int8_t channel[2], depth[2], column;
+};
+
+struct words {
+    struct word at[WINDOW_SLOTS_MAX];
+};
+
+struct conv_norm {
+    struct conv_norm_shape shape;
+    struct window_run run; /* without what differs between runs */
+    void *resident;
+};
+
+static int64_t outs_padded(const struct conv_norm_shape *shape)
+{
+    return (shape->conv.out_channels + WINDOW_OUTS - 1) / WINDOW_OUTS * WINDOW_OUTS;
+}
+
+static int halves_of(const struct conv_norm_shape *shape)
+{
+    return WINDOW_HALVES(shape->dtype);
+}
+
+static int64_t tiles_along(const struct conv_norm_shape *shape, int i)
+{
+    static const int sizes[3] = {WINDOW_TILE_D, WINDOW_TILE_H, WINDOW_TILE_W};
+
+    return (shape->conv.out[i] + sizes[i] - 1) / sizes[i];
+}
+
+extern "C" bool conv_norm_fits(const struct conv_norm_shape *shape)
+{
+    const struct conv_shape *conv = &shape->conv;
+    int64_t in = conv->in_channels, out = outs_padded(shape);
+
+    for (int i = 0; i < 3; i++) {
+        if (conv->kernel[i] != WINDOW || conv->stride[i] != 1 || conv->padding[i] >= WINDOW)
+            return false;
+        /* Within a sample the kernels count in int. */
+        if (conv->in[i] > INT32_MAX / in || conv->out[i] > INT32_MAX / 2 / out)
+            return false;
+        in *= conv->in[i];
+        out *= conv->out[i];
+    }
+    return conv->in_channels == WINDOW_CHANNELS && conv->out_channels <= 1024 &&
+           product_runs_here();
+}
+
+/* In this order in one allocation. */
+struct sizes {
+    uint64_t weights, exponents, per_channel, parts, stats, ends, dealt;
+};
+
+static struct sizes sizes_of(const struct conv_norm_shape *shape)
+{
+    uint64_t padded = (uint64_t)outs_padded(shape), rows = (uint64_t)shape->conv.rows;
+    uint64_t tiles =
+        (uint64_t)(tiles_along(shape, 0) * tiles_along(shape, 1) * tiles_along(shape, 2));
+    int weights = WINDOW_WEIGHTS((int)shape->conv.in_channels, halves_of(shape));
+
+    return {
+        size_round(padded / WINDOW_OUTS * (uint64_t)weights * sizeof(uint4), ALIGNMENT),
+        size_round(padded * sizeof(int), ALIGNMENT),
+        size_round(padded * sizeof(float), ALIGNMENT),
+        size_round(size_times(rows, tiles * WINDOW_WARPS * padded * sizeof(struct window_part)),
+                   ALIGNMENT),
+        size_round(size_times(rows, padded * sizeof(float2)), ALIGNMENT),
+        size_round(size_times(rows, sizeof(struct window_end)), ALIGNMENT),
+        size_round(4 * padded / WINDOW_OUTS * sizeof(uint32_t), ALIGNMENT),
+    };
+}
+
+extern "C" void conv_norm_size(const struct conv_norm_shape *shape, uint64_t *ret_resident,
+                               uint64_t *ret_work)
+{
+    struct sizes sizes = sizes_of(shape);
+
+    *ret_resident = sizes.weights + sizes.exponents + 3 * sizes.per_channel;
+    *ret_work = size_plus(size_plus(sizes.parts, sizes.stats), size_plus(sizes.ends, sizes.dealt));
+}
+
+/* Places of K */
+
+static struct word none(void)
+{
+    return {{-1, -1}, {0, 0}, 0};
+}
+
+/* Deals a word to the lane that its address asks for, in its first free step. */
+static void deal(struct words *words, uint16_t *offsets, int filled[4], struct word word)
+{
+    int address = word.channel[0] / 2 * WINDOW_ARRAY + word.depth[0] * WINDOW_PLANE + word.column;
+    int slot = filled[address % 4]++ * 4 + address % 4;
+
+    words->at[slot] = word;
+    offsets[slot] = (uint16_t)address;
+}
+
+static struct words words_of(int channels, uint16_t *offsets)
+{
+    struct words words;
+    int filled[4] = {0};
+
+    for (int i = 0; i < WINDOW_SLOTS_MAX; i++)
+        words.at[i] = none();
+    for (int c = 0; c < channels; c += 2)
+        for (int depth = 0; depth < WINDOW; depth += c + 1 < channels ? 1 : 2)
+            for (int column = 0; column < WINDOW; column++) {
+                struct word word = {
+                    {(int8_t)c, (int8_t)c}, {(int8_t)depth, (int8_t)depth}, (int8_t)column};
+
+                if (c + 1 < channels)
+                    word.channel[1]++;
+                else if (++word.depth[1] == WINDOW)
+                    word.channel[1] = -1;
+                deal(&words, offsets, filled, word);
+            }
+    /* Empty places have weight 0, and read what the window reads anyway. */
+    for (int t = 0; t < 4; t++)
+        for (int i = filled[t]; i < WINDOW_SLOTS_MAX / 4; i++)
+            offsets[i * 4 + t] = offsets[t];
+    return words;
+}
+
+/* Weights */
+
+static __global__ void __launch_bounds__(WARP)
+    scale_kernel(const float *weight, int64_t per_out, int outs, int *exponents)
+{
+    int out = (int)blockIdx.x;
+    uint32_t top = 0;
+
+    for (int64_t i = threadIdx.x; i < per_out && out < outs; i += WARP) {
+        uint32_t bits = __float_as_uint(weight[out * per_out + i]) & 0x7fffffffu;
+
+        if (bits < 0x7f800000u)
+            top = max(top, bits);
+    }
+    top = warp_max(top);
+    if (threadIdx.x == 0)
+        exponents[out] = top == 0 ? 0 : TOP - ilogbf(__uint_as_float(top));
+}
+
+/* A block a tile of channels, line of the window and step. */
+static __global__ void __launch_bounds__(WARP)
+    weights_kernel(const float *weight, int channels, int outs, const int *exponents,
+                   const __grid_constant__ struct words words, int steps, int halves, uint4 *to)
+{
+    const int step = blockIdx.x, line = blockIdx.y, tile = blockIdx.z, lane = threadIdx.x;
+    uint32_t high[4], low[4];
+
+    for (int r = 0; r < 4; r++) {
+        const int out = tile * WINDOW_OUTS + lane / 4 + r % 2 * 8;
+        const struct word &word = words.at[(2 * step + r / 2) * 4 + lane % 4];
+        __half h[2], l[2];
+
+        for (int k = 0; k < 2; k++) {
+            float w = 0;
+
+            if (word.channel[k] >= 0 && out < outs)
+                w = unscale(
+                    weight[(((out * channels + word.channel[k]) * WINDOW + word.depth[k]) * WINDOW +
+                            line) *
+                               WINDOW +
+                           word.column],
+                    -exponents[out]);
+            h[k] = __float2half_rn(w);
+            l[k] = __float2half_rn(w - __half2float(h[k]));
+        }
+        high[r] = (uint32_t)__half_as_ushort(h[0]) | (uint32_t)__half_as_ushort(h[1]) << 16;
+        low[r] = (uint32_t)__half_as_ushort(l[0]) | (uint32_t)__half_as_ushort(l[1]) << 16;
+    }
+    to += ((tile * WINDOW + line) * steps + step) * halves * WARP + lane;
+    to[0] = make_uint4(high[0], high[1], high[2], high[3]);
+    if (halves == 2)
+        to[WARP] = make_uint4(low[0], low[1], low[2], low[3]);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    channels_kernel(const float *from, float otherwise, int n, int padded, float *to)
+{
+    int i = (int)(blockIdx.x * THREADS + threadIdx.x);
+
+    if (i < padded)
+        to[i] = i < n && from ? from[i] : otherwise;
+}
+
+static int take_channels(cudaStream_t stream, const float *from, float otherwise, int n,
+                         int64_t padded, float *to, struct report *report)
+{
+    channels_kernel<<<(unsigned)((padded + THREADS - 1) / THREADS), THREADS, 0, stream>>>(
+        from, otherwise, n, (int)padded, to);
+    return CUDA_LAUNCHED(report);
+}
+
+static int take_weights(struct conv_norm *fused, const float *weight, const float *bias,
+                        const float *gamma, const float *beta, cudaStream_t stream,
+                        struct report *report)
+{
+    const struct conv_shape *conv = &fused->shape.conv;
+    struct window_run *run = &fused->run;
+    const struct sizes sizes = sizes_of(&fused->shape);
+    const int64_t padded = outs_padded(&fused->shape);
+    const int channels = run->channels, outs = run->outs, halves = halves_of(&fused->shape);
+    const struct words words = words_of(channels, run->offsets);
+    const dim3 grid((unsigned)WINDOW_STEPS(channels), WINDOW, (unsigned)(padded / WINDOW_OUTS));
+    char *at = (char *)fused->resident;
+    float *per_channel[3];
+    int r;
+
+    run->weights = (const uint4 *)at;
+    run->exponents = (const int *)(at + sizes.weights);
+    for (int i = 0; i < 3; i++)
+        per_channel[i] =
+            (float *)(at + sizes.weights + sizes.exponents + (uint64_t)i * sizes.per_channel);
+    run->bias = per_channel[0];
+    run->gamma = per_channel[1];
+    run->beta = per_channel[2];
+    scale_kernel<<<(unsigned)padded, WARP, 0, stream>>>(weight, conv->in_channels * 27, outs,
+                                                        (int *)(at + sizes.weights));
+    r = CUDA_LAUNCHED(report);
+    if (r < 0)
+        return r;
+    weights_kernel<<<grid, WARP, 0, stream>>>(weight, channels, outs, run->exponents, words,
+                                              WINDOW_STEPS(channels), halves, (uint4 *)at);
+    r = CUDA_LAUNCHED(report);
+    if (r == 0)
+        r = take_channels(stream, bias, 0, outs, padded, per_channel[0], report);
+    if (r == 0)
+        r = take_channels(stream, gamma, 1, outs, padded, per_channel[1], report);
+    if (r == 0)
+        r = take_channels(stream, beta, 0, outs, padded, per_channel[2], report);
+    return r;
+}
+
+static void fill_run(struct window_run *run, const struct conv_norm_shape *shape)
+{
+    const struct conv_shape *conv = &shape->conv;
+    int64_t spatial = 1;
+
+    run->dtype = shape->dtype;
+    run->channels = (int)conv->in_channels;
+    run->outs = (int)conv->out_channels;
+    run->in_elements = conv->in_channels;
+    run->tiles_all = 1;
+    for (int i = 0; i < 3; i++) {
+        run->in[i] = (int)conv->in[i];
+        run->out[i] = (int)conv->out[i];
+        run->padding[i] = (int)conv->padding[i];
+        run->tiles[i] = (int)tiles_along(shape, i);
+        run->tiles_all *= run->tiles[i];
+        run->in_elements *= conv->in[i];
+        spatial *= conv->out[i];
+    }
+    run->groups = (int)shape->groups;
+    run->group_size = conv->out_channels / shape->groups * spatial;
+    run->eps = shape->eps;
+}
+
+extern "C" int conv_norm_new(const struct conv_norm_shape *shape, const float *weight,
+                             const float *bias, const float *gamma, const float *beta,
+                             cudaStream_t stream, struct conv_norm **ret, struct report *report)
+{
+    struct conv_norm *fused = (struct conv_norm *)calloc(1, sizeof(*fused));
+    uint64_t resident, work;
+    int r;
+
+    if (!fused)
+        return report_set(report, -ENOMEM, "out of memory");
+    fused->shape = *shape;
+    fill_run(&fused->run, shape);
+    conv_norm_size(shape, &resident, &work);
+    r = window_ready(shape->dtype, &fused->run.blocks, report);
+    if (r == 0)
+        r = CUDA(report, cudaMalloc(&fused->resident, resident));
+    if (r == 0)
+        r = take_weights(fused, weight, bias, gamma, beta, stream, report);
+    if (r == 0)
+        r = CUDA(report, cudaStreamSynchronize(stream));
+    if (r < 0) {
+        conv_norm_free(fused);
+        return r;
+    }
+    *ret = fused;
+    return 0;
+}
+
+extern "C" struct conv_norm *conv_norm_free(struct conv_norm *fused)
+{
+    if (!fused)
+        return NULL;
+    cudaFree(fused->resident);
+    free(fused);
+    return NULL;
+}
+
+extern "C" const char *conv_norm_text(const struct conv_norm *fused)
+{
+    return halves_of(&fused->shape) == 2
+               ? "tensor cores, three products of fp16 halves, once for the moments and once for "
+                 "the result"
+               : "tensor cores, one product, once for the moments and once for the result";
+}
+
+extern "C" int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream, void *work,
+                             const void *x, int64_t rows, const struct tail *tail,
+                             struct report *report)
+{
+    const struct sizes sizes = sizes_of(&fused->shape);
+    struct window_run run = fused->run;
+    char *at = (char *)work;
+
+    run.x = x;
+    run.rows = rows;
+    run.parts = (struct window_part *)at;
+    at += sizes.parts;
+    run.stats = (float2 *)at;
+    at += sizes.stats;
+    run.ends = (struct window_end *)at;
+    run.dealt = (uint32_t *)(at + sizes.ends);
+    return window_cuda(stream, &run, tail, report);
+}

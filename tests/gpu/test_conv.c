@@ -1,0 +1,221 @@
+/*
+ * conv3d and group_norm in one step: against the plain stages in float64 for shapes of every kind,
+ * NaN and infinities in every class of positions, magnitudes on both sides of the guard's bound,
+ * and a proof's result against that of the whole way.
+ */
+#include "tests/gpu/models.h"
+
+#include <float.h>
+
+#include "kernels/reference.h"
+
+#define MODEL                                                                                  \
+    "name = \"c\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\"; prove = %s;"             \
+    "input = { shape = [3, %d, %d, %d]; }; stages = ({ op = \"conv3d\"; weight = \"w\";"       \
+    "bias = \"b\"; out = %d; kernel = 3; padding = %d; }, { op = \"group_norm\"; groups = %d;" \
+    "weight = \"g\"; bias = \"h\"; }, %s);"
+#define POINTS "{ op = \"minimum\"; value = 0.5; }, { op = \"clamp\"; min = -0.25; max = 1.0; }"
+#define CONSTANT                                                                     \
+    "{ op = \"minimum\"; value = 0.5; }, { op = \"clamp\"; min = 0.5; max = 1.0; }," \
+    "{ op = \"dropout\"; p = 0.2; }"
+
+static struct fixture fixture;
+
+struct shape_case {
+    const char *dtype;
+    int in[3], outs, padding, groups;
+    double tolerance;
+};
+
+static struct pipeline *build(const struct shape_case *c, const char *prove, const char *points)
+{
+    char text[1024];
+
+    snprintf(text, sizeof(text), MODEL, c->dtype, prove, c->in[0], c->in[1], c->in[2], c->outs,
+             c->padding, c->groups, points);
+    return models_build(&fixture, text, 81);
+}
+
+static void *array(size_t n, size_t size)
+{
+    void *p = calloc(n ? n : 1, size);
+
+    assert_non_null(p);
+    return p;
+}
+
+/* Rows of x, in the pipeline's dtype, through a plan of at most 64 rows. */
+static void run(const struct pipeline *pipeline, const void *x, void *y, uint32_t rows, bool train)
+{
+    struct plan *plan = device_load(device_get(), pipeline, 64);
+    size_t esize = dtype_size(pipeline->dtype);
+    size_t x_size = rows * (size_t)shape_elements(&pipeline->in) * esize;
+    struct job job = {.x = x,
+                      .y = y,
+                      .y_size = rows * (uint64_t)shape_elements(&pipeline->out) * esize,
+                      .rows = rows,
+                      .train = train,
+                      .seed = 7,
+                      .offset = 12};
+
+    device_run_in(device_get(), plan, &job, 1, &x_size, 2, 0);
+    assert_int_equal(job.result, 0);
+    device_get()->ops->unload(device_get()->backend, plan);
+}
+
+static void check_shape(const struct shape_case *c)
+{
+    struct pipeline *pipeline = build(c, "false", POINTS);
+    enum { ROWS = 3 };
+    size_t in = ROWS * (size_t)shape_elements(&pipeline->in);
+    size_t out = ROWS * (size_t)shape_elements(&pipeline->out);
+    size_t esize = dtype_size(pipeline->dtype);
+    float *x = array(in, sizeof(*x)), *y = array(out, sizeof(*y));
+    double *want = array(out, sizeof(*want)), error = 0;
+    char *x_own = array(in, esize), *y_own = array(out, esize);
+    struct reference_run how = {.rows = ROWS};
+    struct report report;
+
+    models_input(x, in, 5, -0.5f);
+    tensor_from_float(pipeline->dtype, x, x_own, in);
+    tensor_to_float(pipeline->dtype, x_own, x, in);
+    run(pipeline, x_own, y_own, ROWS, false);
+    tensor_to_float(pipeline->dtype, y_own, y, out);
+    if (reference_run(pipeline, pipeline->n_stages, &how, x, want, true, &report) < 0)
+        fail_msg("%s", report.text);
+    for (size_t i = 0; i < out; i++) {
+        if (!(fabs((double)y[i] - want[i]) <= c->tolerance))
+            fail_msg("%s [%d %d %d] to %d: y[%zu] is %.9g, not %.9g", c->dtype, c->in[0], c->in[1],
+                     c->in[2], c->outs, i, (double)y[i], want[i]);
+        error = fmax(error, fabs((double)y[i] - want[i]));
+    }
+    printf("%s [%d %d %d] to %d: largest error %.3g\n", c->dtype, c->in[0], c->in[1], c->in[2],
+           c->outs, error);
+    pipeline_free(pipeline);
+    free(x);
+    free(y);
+    free(want);
+    free(x_own);
+    free(y_own);
+}
+
+/* One tile and many, whole and cut in every direction, padded, channels and groups that fill no
+ * instruction, runs of results at multiples of 16 bytes and not. */
+static void test_shapes(void **state)
+{
+    static const struct shape_case cases[] = {
+        {"float32", {3, 3, 3}, 1, 0, 1, 2e-6},     {"float32", {4, 10, 66}, 16, 0, 8, 4e-6},
+        {"float32", {5, 9, 11}, 16, 0, 4, 4e-6},   {"float32", {6, 21, 33}, 24, 1, 6, 4e-6},
+        {"float32", {5, 11, 150}, 12, 0, 3, 4e-6}, {"float32", {4, 13, 131}, 40, 2, 5, 4e-6},
+        {"float32", {7, 12, 34}, 32, 1, 1, 4e-6},  {"float32", {3, 30, 64}, 17, 1, 17, 4e-6},
+        {"float16", {5, 12, 66}, 16, 0, 8, 1e-3},  {"float16", {4, 9, 35}, 10, 1, 5, 1e-3},
+        {"bfloat16", {5, 12, 66}, 16, 0, 8, 8e-3}, {"bfloat16", {4, 9, 35}, 10, 1, 5, 8e-3},
+    };
+
+    (void)state;
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
+        check_shape(&cases[i]);
+}
+
+static void same(const char *what, size_t row, const float *a, const float *b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (memcmp(&a[i], &b[i], sizeof(*a)) != 0 && !(isnan(a[i]) && isnan(b[i])))
+            fail_msg("%s: element %zu of sample %zu is %.9g, and %.9g", what, i, row, (double)a[i],
+                     (double)b[i]);
+}
+
+/* A sample with one number that is none, wherever it lies, is NaN throughout; its neighbours are
+ * not touched. */
+static void test_positions(void **state)
+{
+    static const struct shape_case c = {"float32", {5, 20, 70}, 16, 0, 8, 0};
+    static const int at[][3] = {{0, 0, 0},  {4, 19, 69}, {0, 19, 0}, {2, 0, 33}, {4, 10, 40},
+                                {2, 8, 64}, {1, 9, 63},  {3, 7, 31}, {2, 11, 32}};
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    struct pipeline *pipeline = build(&c, "false", POINTS);
+    size_t in = (size_t)shape_elements(&pipeline->in), out = (size_t)shape_elements(&pipeline->out);
+    const uint32_t rows = 2 * 9 * 3;
+    float *x = array(rows * in, 4), *y = array(rows * out, 4), *clean = array(rows * out, 4);
+
+    (void)state;
+    models_input(x, rows * in, 3, -0.5f);
+    run(pipeline, x, clean, rows, false);
+    for (uint32_t row = 0; row < rows; row += 2) {
+        const int *p = at[row / 2 / 3];
+
+        x[row * in + (((row / 2 % 3) * 5 + p[0]) * 20 + p[1]) * 70 + p[2]] = bad[(row / 2) % 3];
+    }
+    run(pipeline, x, y, rows, false);
+    for (uint32_t row = 0; row < rows; row++)
+        if (row % 2)
+            same("beside a spoilt sample", row, clean + row * out, y + row * out, out);
+        else
+            for (size_t i = 0; i < out; i++)
+                if (!isnan(y[row * out + i]))
+                    fail_msg("element %zu of spoilt sample %u is %.9g", i, row,
+                             (double)y[row * out + i]);
+    pipeline_free(pipeline);
+    free(x);
+    free(y);
+    free(clean);
+}
+
+/* With the proof and without: samples just below the guard's bound, at it, above, far above, tiny,
+ * all zero, and none at all. */
+static void test_bound(void **state)
+{
+    static const struct shape_case c = {"float32", {4, 12, 34}, 16, 0, 8, 0};
+    struct pipeline *proven = build(&c, "true", CONSTANT), *whole = build(&c, "false", CONSTANT);
+    size_t in = (size_t)shape_elements(&whole->in), out = (size_t)shape_elements(&whole->out);
+    float bound = proven->proof.bound;
+    const float most[] = {nextafterf(bound, 0),
+                          bound,
+                          nextafterf(bound, INFINITY),
+                          FLT_MAX,
+                          FLT_MIN,
+                          0x1p-149f,
+                          0,
+                          NAN};
+    enum { ROWS = 16 };
+    float *x = array(ROWS * in, 4), *y = array(ROWS * out, 4), *want = array(ROWS * out, 4);
+
+    (void)state;
+    assert_true(proven->proof.constant && !whole->proof.constant && isfinite(bound));
+    models_input(x, ROWS * in, 3, -0.5f);
+    for (uint32_t row = 0; row < ROWS; row++) {
+        if (row % 8 >= 4 && row % 8 < 7)
+            for (size_t i = 0; i < in; i++)
+                x[row * in + i] *= most[row % 8];
+        x[row * in + row * 97 % in] = row < 8 ? most[row % 8] : -most[row % 8];
+    }
+    for (int train = 0; train < 2; train++) {
+        run(whole, x, want, ROWS, train);
+        run(proven, x, y, ROWS, train);
+        for (uint32_t row = 0; row < ROWS; row++)
+            same("with the proof", row, want + row * out, y + row * out, out);
+    }
+    pipeline_free(proven);
+    pipeline_free(whole);
+    free(x);
+    free(y);
+    free(want);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_positions),
+        cmocka_unit_test(test_bound),
+    };
+    int r;
+
+    device_get();
+    fixture_make(&fixture);
+    if (getenv("TESTS"))
+        cmocka_set_test_filter(getenv("TESTS"));
+    r = cmocka_run_group_tests(tests, NULL, NULL);
+    fixture_remove(&fixture);
+    return r;
+}
