@@ -329,9 +329,9 @@ uint64_t batch_ready_us(struct batch_queue *queue)
 }
 
 /* Of what is next, the rows that would run. */
-static uint32_t rows_of(const struct batch_queue *queue, const struct batch_item *item)
+static uint32_t rows_of(const struct batch_item *item)
 {
-    return item->may_cut && item->rows > queue->max_rows ? queue->max_rows : item->rows;
+    return item->cut_rows > 0 && item->rows > item->cut_rows ? item->cut_rows : item->rows;
 }
 
 /* Takes out what is next, or a part of it, and counts it for its uid. */
@@ -344,7 +344,7 @@ static void take(struct batch_queue *queue, struct batch_item *item)
 
     if (*served < *turn)
         *served = *turn;
-    item->taken_rows = rows_of(queue, item);
+    item->taken_rows = rows_of(item);
     item->rows -= item->taken_rows;
     queue->rows -= item->taken_rows;
     *turn += item->taken_rows;
@@ -364,16 +364,18 @@ unsigned batch_form(struct batch_queue *queue, struct batch_item **items, unsign
     unsigned n = 0;
 
     while (n < n_max && (item = batch_head(queue))) {
-        if (n > 0 && rows + rows_of(queue, item) > queue->max_rows)
+        if (n > 0 && rows + rows_of(item) > queue->max_rows)
             break;
         /* Requests may not add up to what is best: less of them can be worse than all. */
-        is_dear = limit < all && rows + rows_of(queue, item) > limit && rows < all &&
+        is_dear = limit < all && rows + rows_of(item) > limit && rows < all &&
                   cost_splits(queue->cost, rows, all - rows);
         if (is_dear)
             break;
         take(queue, item);
         rows += item->taken_rows;
         items[n++] = item;
+        if (item->rows > 0) /* a part ends its batch: no batch has two of one request */
+            break;
     }
     if (n == 0)
         return 0;

@@ -54,7 +54,8 @@ struct batch_item {
     uint64_t latest_us;  /* when its batch must be formed at the latest; UINT64_MAX: no matter */
     uint32_t rows;       /* that wait */
     uint8_t priority;    /* 0 ... PROTO_PRIORITY_MAX, higher first */
-    bool may_cut;        /* max_rows at a time, with others' in between */
+    uint32_t cut_rows;   /* at most max_rows: it runs so many at a time, with others' in between;
+                            0: only whole */
     uint32_t taken_rows; /* of it, by batch_form() */
     bool queued;
     uint64_t arrival_us;

@@ -16,6 +16,10 @@
 #include "clock.h"
 #include "server.h"
 
+#define PART_BYTES    (8u << 20) /* one way: a sixth of a millisecond on the link */
+#define PART_RUN      64
+#define PART_ROWS_MIN 16
+
 /* What is being checked: the first refusal is kept. */
 struct check {
     const struct proto_infer *infer;
@@ -233,7 +237,34 @@ static bool bind_to_device(struct check *check, const char *what, const struct b
     return true;
 }
 
-static bool fill(struct check *check, struct conn *conn, struct request *request)
+/*
+ * How many rows of a request run at a time. From and to host memory of a device, as many as take a
+ * while on the link: one part goes up and one comes down while a third is computed. The states and
+ * samples of a compact constant follow each other: it stays whole. Parts of an outer sum are made
+ * of runs of 64 rows, or the link would be fed single numbers.
+ */
+static uint32_t cut_of(const struct server *server, const struct check *check,
+                       const struct version *version, const struct request *request)
+{
+    const struct job *job = &request->job;
+    const bool outer = check->pipeline->outer_sum;
+    const uint32_t step = outer ? PART_RUN : 1, least = outer ? PART_RUN : PART_ROWS_MIN;
+    uint64_t row_bytes, rows;
+
+    if (!server->infos[0].parts || (job->compact && !outer))
+        return 0;
+    if (!server->infos[0].device_memory || request->is_bound)
+        return version->model.max_rows;
+    row_bytes =
+        (check->in_bytes > check->out_bytes ? check->in_bytes : check->out_bytes) / job->rows;
+    rows = row_bytes > 0 ? PART_BYTES / row_bytes / step * step : UINT32_MAX;
+    if (rows < least)
+        rows = least;
+    return rows < version->model.max_rows ? (uint32_t)rows : version->model.max_rows;
+}
+
+static bool fill(struct check *check, struct conn *conn, struct version *version,
+                 struct request *request)
 {
     const struct proto_infer *infer = check->infer;
     struct job *job = &request->job;
@@ -272,9 +303,7 @@ static bool fill(struct check *check, struct conn *conn, struct request *request
     job->seed = infer->seed;
     job->offset = infer->offset;
     request->item.rows = job->rows;
-    /* The states and samples of a compact constant follow each other: it stays whole. */
-    request->item.may_cut =
-        conn->server->infos[0].parts && (!job->compact || check->pipeline->outer_sum);
+    request->item.cut_rows = cut_of(conn->server, check, version, request);
     request->item.priority = infer->priority;
     return true;
 }
@@ -296,7 +325,7 @@ static void submit(struct conn *conn, const struct proto_request *message, struc
     request->version = version_ref(version);
     if (infer->has_deadline && !add_u64(now_us, infer->deadline_us, &request->deadline.at_us))
         request->deadline.at_us = UINT64_MAX;
-    if (!fill(check, conn, request)) {
+    if (!fill(check, conn, version, request)) {
         request_free(request);
         return;
     }

@@ -7,6 +7,7 @@
  * that computes in float32.
  */
 #include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 #define THREADS 256
 
@@ -15,6 +16,7 @@ static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct pie
     const struct piece piece = pieces[blockIdx.y];
     uint64_t at = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16;
 
+    next_launch(); /* while rows come from the host, a product can begin to fetch its weights */
     if (at >= piece.size)
         return;
     if (((uintptr_t)piece.from | (uintptr_t)piece.to) % 16 == 0 && at + 16 <= piece.size) {

@@ -145,7 +145,7 @@ static void cuts_large_requests(void **state)
 
     (void)state;
     init(&queue, 10, 0, 1000);
-    item(0, 25, 1)->may_cut = true;
+    item(0, 25, 1)->cut_rows = 10;
     assert_int_equal(batch_push(&queue, &items[0], 1), 0);
     assert_int_equal(batch_push(&queue, item_of(1, 1, 0, 4, 1), 2), 0);
     assert_int_equal(batch_push(&queue, item_of(2, 0, 1, 4, 1), 3), 0);
@@ -412,7 +412,7 @@ static void push(void)
         .source = &source[entry->uid][entry->conn],
         .rows = 1 + dice(ROWS_MAX),
         .priority = (uint8_t)dice(BATCH_PRIORITIES),
-        .may_cut = dice(2),
+        .cut_rows = dice(2) ? BATCH_ROWS >> dice(2) : 0,
         .latest_us = dice(4) ? UINT64_MAX : w.now_us + dice(200),
     };
     if (dice(2))
@@ -528,7 +528,7 @@ static void form(unsigned q)
         pick->got += pick->item.taken_rows;
         assert_int_equal(pick->got + pick->item.rows, pick->total);
         assert_int_equal(pick->item.queued, pick->got < pick->total);
-        assert_true(!has_rest[k] || (pick->item.may_cut && pick->item.taken_rows == BATCH_ROWS));
+        assert_true(!has_rest[k] || (k == n - 1 && pick->item.taken_rows == pick->item.cut_rows));
         turn[pick->uid][pick->item.priority] += pick->item.taken_rows;
         w.last_turn[pick->uid][pick->conn][pick->item.priority][q] = ++w.picks;
         rows += pick->item.taken_rows;
@@ -538,10 +538,10 @@ static void form(unsigned q)
         assert_memory_equal(turn[u], party[u].turn, sizeof(turn[u]));
     w.rows[q] -= rows;
     assert_true(rows <= BATCH_ROWS || n == 1);
-    assert_true(rows <= BATCH_ROWS || !picks[0]->item.may_cut);
+    assert_true(rows <= BATCH_ROWS || picks[0]->item.cut_rows == 0);
     /* Full means that nothing more would have fitted; else nothing more was there. */
     if (reason == BATCH_FULL)
-        assert_true(n == n_max || rows >= BATCH_ROWS ||
+        assert_true(n == n_max || rows >= BATCH_ROWS || has_rest[n - 1] ||
                     rows + batch_head(&w.queues[q])->rows > BATCH_ROWS);
     else
         assert_int_equal(w.rows[q], 0);

@@ -211,7 +211,7 @@ static void push(void)
         .source = &sources[0][0],
         .rows = entry->total,
         .priority = (uint8_t)dice(BATCH_PRIORITIES),
-        .may_cut = dice(2),
+        .cut_rows = dice(2) ? MAX_ROWS >> dice(2) : 0,
         .latest_us = dice(4) ? UINT64_MAX : w.now_us + dice(400),
     };
     entry->item.source = &sources[entry->item.party - parties][dice(N_CONNS)];
