@@ -78,6 +78,7 @@ sanitizer)
         for t in narrow wide kinds library conv conv_library norm points constant; do
             beside "${LIMIT_S:-120}" "$tool: small_$t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_gpu_small"
         done
+        beside "${LIMIT_S:-120}" "$tool: conv bound" env TESTS=test_bound "${run[@]}" "$B/tests/gpu/test_conv"
         [ $tool != racecheck ] || continue
         beside "${LIMIT_S:-120}" "$tool: golden" "${run[@]}" "$B/tests/gpu/test_gpu_golden"
         for t in guard compact_a compact_b overflow parts; do

@@ -135,6 +135,7 @@ static void small_library(void **state)
         false, 5e-2, 5);
 }
 
+/* Three channels on tensor cores, with the norm; two by float32 units. */
 static void small_conv(void **state)
 {
     (void)state;
@@ -142,6 +143,8 @@ static void small_conv(void **state)
         true, 1e-4, 1, 4);
     RUN(MODEL("float16", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
         false, 1e-2, 2);
+    RUN(MODEL("float32", "fp32", "2, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
+        true, 1e-4, 1, 4);
 }
 
 /* cuDNN's, and the bias behind it. */
