@@ -4,12 +4,12 @@
  * A block has 64 channels and all of K; a producer warp keeps a deep ring of units full, one
  * warpgroup multiplies. Above 64 rows, reading them anew in every block would ask more of the L2
  * than the weights ask of memory, so blocks form clusters of two and each loads half of the rows
- * for both. Clusters of four, and clusters for 64 rows, are slower: the blocks then wait for each
- * other more than they save.
+ * for both. For 64 rows that is slower, and of clusters of four the device holds too few.
  *
- * Above 64 rows the 128 bytes a clock of shared memory become the limit, and one warpgroup is more
- * than two, which would read every weight twice. So what lies between two units' products must be
- * short: everything but the addition itself is done while products run.
+ * Above 64 rows a block's time is that of shared memory, 128 bytes a clock, and of what the
+ * multiprocessor takes in; one warpgroup is more than two, which would read every weight twice. So
+ * what lies between two units' products must be short: everything but the addition itself is done
+ * while products run.
  */
 #include "kernels/cuda/product.cuh"
 
@@ -129,6 +129,7 @@ static __device__ __forceinline__ void exact_units(const uint8_t *memory, int un
         next_stage<T>(stage, parity);
         if (u < units)
             narrow_wait<T>(shared, stage, parity);
+        /* More rows leave no registers for their scales. */
         before += (int)add_products<T, (T <= 160)>(d, scales, sum);
         if (u == units)
             break;
