@@ -66,13 +66,13 @@ extern "C" bool conv_norm_fits(const struct conv_norm_shape *shape)
         in *= conv->in[i];
         out *= conv->out[i];
     }
-    return conv->in_channels == WINDOW_CHANNELS && conv->out_channels <= 1024 &&
+    return conv->in_channels == WINDOW_CHANNELS && conv->out_channels <= CONV_NORM_OUTS_MAX &&
            product_runs_here();
 }
 
 /* In this order in one allocation. */
 struct sizes {
-    uint64_t weights, exponents, per_channel, parts, stats, ends, dealt;
+    uint64_t weights, exponents, per_channel, parts, stats, ends;
 };
 
 static struct sizes sizes_of(const struct conv_norm_shape *shape)
@@ -90,7 +90,6 @@ static struct sizes sizes_of(const struct conv_norm_shape *shape)
                    ALIGNMENT),
         size_round(size_times(rows, padded * sizeof(float2)), ALIGNMENT),
         size_round(size_times(rows, sizeof(struct window_end)), ALIGNMENT),
-        size_round(4 * padded / WINDOW_OUTS * sizeof(uint32_t), ALIGNMENT),
     };
 }
 
@@ -100,7 +99,7 @@ extern "C" void conv_norm_size(const struct conv_norm_shape *shape, uint64_t *re
     struct sizes sizes = sizes_of(shape);
 
     *ret_resident = sizes.weights + sizes.exponents + 3 * sizes.per_channel;
-    *ret_work = size_plus(size_plus(sizes.parts, sizes.stats), size_plus(sizes.ends, sizes.dealt));
+    *ret_work = size_plus(size_plus(sizes.parts, sizes.stats), sizes.ends);
 }
 
 /* Places of K */
@@ -327,9 +326,12 @@ extern "C" const char *conv_norm_text(const struct conv_norm *fused)
 }
 
 extern "C" int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream, void *work,
-                             const void *x, int64_t rows, const struct tail *tail,
-                             struct report *report)
+                             uint32_t *counters, const void *x, int64_t rows,
+                             const struct tail *tail, struct report *report)
 {
+    /* Of both passes, two for each 16 outputs. */
+    static_assert(CONV_NORM_OUTS_MAX / WINDOW_OUTS * 4 * sizeof(uint32_t) <= CONV_NORM_COUNTERS,
+                  "counters");
     const struct sizes sizes = sizes_of(&fused->shape);
     struct window_run run = fused->run;
     char *at = (char *)work;
@@ -341,6 +343,6 @@ extern "C" int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream,
     run.stats = (float2 *)at;
     at += sizes.stats;
     run.ends = (struct window_end *)at;
-    run.dealt = (uint32_t *)(at + sizes.ends);
+    run.dealt = counters;
     return window_cuda(stream, &run, tail, report);
 }

@@ -20,13 +20,17 @@ struct conv_norm_shape {
 };
 
 bool conv_norm_fits(const struct conv_norm_shape *shape);
-/* Device bytes: of the prepared weights, and of the work space of one run, zeros at first. */
+/* Device bytes: of the prepared weights, and of the work space of one run. */
 void conv_norm_size(const struct conv_norm_shape *shape, uint64_t *ret_resident,
                     uint64_t *ret_work);
 
 struct conv_norm;
 
 #define CONV_NORM_LAUNCHES 3u
+#define CONV_NORM_OUTS_MAX 1024
+/* Bytes of counters, which are zeros before a run and after it. Runs that follow one another share
+ * them, of whatever shape they are; nothing else does. */
+#define CONV_NORM_COUNTERS ((uint64_t)CONV_NORM_OUTS_MAX)
 
 /*
  * Takes weights [out, in, kernel], and bias, gamma, beta [out] (NULL: 0, 1, 0), as float32 in
@@ -39,8 +43,9 @@ struct conv_norm *conv_norm_free(struct conv_norm *fused);
 const char *conv_norm_text(const struct conv_norm *fused);
 
 /* x [rows, in] to where the tail says; its segments are those of the rows, in order. */
-int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream, void *work, const void *x,
-                  int64_t rows, const struct tail *tail, struct report *report);
+int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream, void *work,
+                  uint32_t *counters, const void *x, int64_t rows, const struct tail *tail,
+                  struct report *report);
 
 #ifdef __cplusplus
 }

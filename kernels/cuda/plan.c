@@ -80,6 +80,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
     case STEP_CONV_NORM:
         conv_norm_size(&b->normed[stage], &resident, &work);
         raise(&size->fused, work);
+        raise(&size->counters, CONV_NORM_COUNTERS);
         raise(&b->loading, bytes(b->pipeline->stages[stage].weight.elements, 1, sizeof(float)));
         return resident;
     case STEP_STATS:
@@ -94,9 +95,10 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
 
 static void sum_up(struct arena_size *size)
 {
-    const uint64_t parts[] = {size->result,    size->stats, size->partial,        size->operand,
-                              size->exponents, size->sums,  size->gemm_workspace, size->fused,
-                              size->workspace, size->tops};
+    const uint64_t parts[] = {size->result,         size->stats,     size->partial,
+                              size->operand,        size->exponents, size->sums,
+                              size->gemm_workspace, size->fused,     size->counters,
+                              size->workspace,      size->tops};
 
     size->all = 0;
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)

@@ -66,8 +66,9 @@ struct arena {
     float2 *stats;
     double2 *partial;
     struct gemm_work gemm;
-    void *fused;     /* of linear_norm_min, conv_norm */
-    void *workspace; /* of convolutions */
+    void *fused;        /* of linear_norm_min, conv_norm */
+    uint32_t *counters; /* of conv_norm alone */
+    void *workspace;    /* of convolutions */
     uint32_t *tops;
     uint32_t *tops_host; /* pinned */
     uint8_t *states;     /* pinned: what a compact result begins with */
@@ -75,7 +76,7 @@ struct arena {
 
 struct arena_size {
     uint64_t buffers[BUFFERS], result, stats, partial, operand, exponents, sums, gemm_workspace,
-        fused, workspace, tops, all;
+        fused, counters, workspace, tops, all;
 };
 
 struct plan {

@@ -34,9 +34,11 @@ static int new_arena(const struct plan *plan, struct arena *arena, struct report
     arena->gemm.sums = take(&at, size->sums);
     arena->gemm.workspace = take(&at, size->gemm_workspace);
     arena->fused = take(&at, size->fused);
+    arena->counters = take(&at, size->counters);
     arena->workspace = take(&at, size->workspace);
     arena->tops = take(&at, size->tops);
-    /* Padding is computed on and never read: it must only be numbers of ours. */
+    /* Padding is computed on and never read: it must only be numbers of ours. Counters begin at 0.
+     */
     r = CUDA(report, cudaMemset(arena->memory, 0, size->all));
     if (r == 0 && size->tops)
         r = CUDA(report, cudaMallocHost((void **)&arena->tops_host,
@@ -127,7 +129,8 @@ static int run_conv_norm(const struct arena *arena, cudaStream_t stream, const s
     tail.n_segments = block->n_results + block->n_compact;
     tail.counters = block->counters;
     tail.counter_pitch = block->counter_pitch;
-    return conv_norm_run(step->normed, stream, arena->fused, from, block->rows, &tail, report);
+    return conv_norm_run(step->normed, stream, arena->fused, arena->counters, from, block->rows,
+                         &tail, report);
 }
 
 static int run_stats(const struct arena *arena, cudaStream_t stream, const struct step *step,

@@ -63,9 +63,9 @@ static void run(const struct pipeline *pipeline, const void *x, void *y, uint32_
     device_get()->ops->unload(device_get()->backend, plan);
 }
 
-static void check_shape(const struct shape_case *c)
+/* Against float64; ends the pipeline. */
+static void check(struct pipeline *pipeline, const char *what, double tolerance)
 {
-    struct pipeline *pipeline = build(c, "false", POINTS);
     enum { ROWS = 3 };
     size_t in = ROWS * (size_t)shape_elements(&pipeline->in);
     size_t out = ROWS * (size_t)shape_elements(&pipeline->out);
@@ -84,19 +84,26 @@ static void check_shape(const struct shape_case *c)
     if (reference_run(pipeline, pipeline->n_stages, &how, x, want, true, &report) < 0)
         fail_msg("%s", report.text);
     for (size_t i = 0; i < out; i++) {
-        if (!(fabs((double)y[i] - want[i]) <= c->tolerance))
-            fail_msg("%s [%d %d %d] to %d: y[%zu] is %.9g, not %.9g", c->dtype, c->in[0], c->in[1],
-                     c->in[2], c->outs, i, (double)y[i], want[i]);
+        if (!(fabs((double)y[i] - want[i]) <= tolerance))
+            fail_msg("%s: y[%zu] is %.9g, not %.9g", what, i, (double)y[i], want[i]);
         error = fmax(error, fabs((double)y[i] - want[i]));
     }
-    printf("%s [%d %d %d] to %d: largest error %.3g\n", c->dtype, c->in[0], c->in[1], c->in[2],
-           c->outs, error);
+    printf("%s: largest error %.3g\n", what, error);
     pipeline_free(pipeline);
     free(x);
     free(y);
     free(want);
     free(x_own);
     free(y_own);
+}
+
+static void check_shape(const struct shape_case *c)
+{
+    char what[64];
+
+    snprintf(what, sizeof(what), "%s [%d %d %d] to %d", c->dtype, c->in[0], c->in[1], c->in[2],
+             c->outs);
+    check(build(c, "false", POINTS), what, c->tolerance);
 }
 
 /* One tile and many, whole and cut in every direction, padded, channels and groups that fill no
@@ -115,6 +122,21 @@ static void test_shapes(void **state)
     (void)state;
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         check_shape(&cases[i]);
+}
+
+/* Two of them in one plan, the second with fewer tiles: they share work space. */
+static void test_two(void **state)
+{
+    static const char text[] =
+        "name = \"c\"; weights = \"" FIXTURE_WEIGHTS "\"; prove = false;"
+        "input = { shape = [3, 12, 12, 70]; };"
+        "stages = ({ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = 3; kernel = 3; },"
+        "{ op = \"group_norm\"; groups = 1; weight = \"g\"; bias = \"h\"; },"
+        "{ op = \"conv3d\"; weight = \"w2\"; bias = \"b2\"; out = 16; kernel = 3; },"
+        "{ op = \"group_norm\"; groups = 8; weight = \"g2\"; bias = \"h2\"; }, " POINTS ");";
+
+    (void)state;
+    check(models_build(&fixture, text, 81), "two convolutions", 1e-5);
 }
 
 static void same(const char *what, size_t row, const float *a, const float *b, size_t n)
@@ -206,6 +228,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shapes),
+        cmocka_unit_test(test_two),
         cmocka_unit_test(test_positions),
         cmocka_unit_test(test_bound),
     };
