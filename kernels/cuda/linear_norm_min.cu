@@ -16,7 +16,7 @@
 #include "kernels/cuda/product.h"
 #include "kernels/size.h"
 
-#define PIECE_ROWS 262144    /* of one launch: rows_kernel counts rows / 8 in grid.y */
+#define PIECE_ROWS 131072    /* of one launch: rows_cuda() counts fours of them in grid.y */
 #define WAVE_COST  SLAB_SIZE /* a wave begins and ends with nothing to multiply */
 
 struct linear_norm_min {
@@ -124,7 +124,8 @@ static struct sizes sizes_of(const struct linear_norm_min_shape *shape)
     s.scales = size_times(rows, (kind == PRODUCT_EXACT ? (uint64_t)s.units : 1) * sizeof(float));
     s.scales = size_times(s.scales, 2);
     s.scales = size_round(s.scales, 256);
-    s.keys = size_round(size_times(rows, sizeof(uint32_t)), 256);
+    /* A last piece's tiles may end further behind its rows than the whole's would. */
+    s.keys = size_round(size_times(size_plus(rows, 2 * HALF_MAX), sizeof(uint32_t)), 256);
     return s;
 }
 

@@ -46,7 +46,7 @@ static struct pipeline *build(const struct setting *setting, int groups)
     return pipeline;
 }
 
-/* A plan, ROWS rows of input and their results, all on the device. */
+/* A plan, rows of input and their results, all on the device. */
 struct bench {
     struct pipeline *pipeline;
     struct plan *plan;
@@ -54,13 +54,14 @@ struct bench {
     size_t size; /* of a number */
 };
 
-static struct bench bench_new(const struct setting *setting, int groups, size_t y_size)
+static struct bench bench_new(const struct setting *setting, int groups, uint32_t rows,
+                              size_t y_size)
 {
     struct bench bench = {.pipeline = build(setting, groups)};
 
     bench.size = dtype_size(bench.pipeline->dtype);
-    bench.plan = device_load(device_get(), bench.pipeline, ROWS);
-    bench.x = region_new(device_get(), (size_t)ROWS * K * bench.size, true);
+    bench.plan = device_load(device_get(), bench.pipeline, rows);
+    bench.x = region_new(device_get(), (size_t)rows * K * bench.size, true);
     bench.y = region_new(device_get(), y_size, true);
     return bench;
 }
@@ -102,7 +103,7 @@ static void bench_run(struct bench *bench, uint32_t first, uint32_t rows, bool w
 /* Every batch size up to 520 and some to ROWS, of rows in order and shuffled. */
 static void check_bits(const struct setting *setting)
 {
-    struct bench bench = bench_new(setting, GROUPS, ROWS * sizeof(float));
+    struct bench bench = bench_new(setting, GROUPS, ROWS, ROWS * sizeof(float));
     float *x = array((size_t)ROWS * K, sizeof(*x)), *y = array((size_t)ROWS * K, sizeof(*y));
     char *want = array(ROWS, bench.size), *mixed = array(ROWS, bench.size);
     char *got = array(ROWS, bench.size);
@@ -149,12 +150,42 @@ static void test_every_batch_size(void **state)
         check_bits(&settings[i]);
 }
 
+/*
+ * More rows than one launch takes: the last of them, which are a piece of their own, are as in a
+ * batch of their own. So many that its tiles end well behind them.
+ */
+static void test_pieces(void **state)
+{
+    enum { LAST = 225, ALL = 131072 + LAST };
+    static const struct setting settings[] = {{"float16", "fp32"}, {"float32", "tf32"}};
+    float *x = array((size_t)ALL * K, sizeof(*x));
+
+    (void)state;
+    models_input(x, (size_t)ALL * K, 6, -0.5f);
+    for (size_t s = 0; s < sizeof(settings) / sizeof(*settings); s++) {
+        struct bench bench = bench_new(&settings[s], GROUPS, ALL, ALL * sizeof(float));
+        char *got = array(ALL, bench.size), *want = array(LAST, bench.size);
+
+        bench_fill(&bench, x, ALL);
+        bench_run(&bench, ALL - LAST, LAST, false, want);
+        bench_run(&bench, 0, ALL, false, got);
+        for (size_t i = 0; i < LAST; i++)
+            if (memcmp(got + (ALL - LAST + i) * bench.size, want + i * bench.size, bench.size) != 0)
+                fail_msg("%s %s: row %zu of the last %d is not as in a batch of them",
+                         settings[s].dtype, settings[s].precision, i, LAST);
+        bench_free(&bench);
+        free(got);
+        free(want);
+    }
+    free(x);
+}
+
 /* The outer sum is the minima plus the tensor, in one float32 addition. */
 static void test_whole_result(void **state)
 {
     static const uint32_t sizes[] = {1, 2, 63, 100, 130, 257, 513};
     static const struct setting setting = {"float32", "fp32"};
-    struct bench bench = bench_new(&setting, GROUPS, (size_t)513 * C * sizeof(float));
+    struct bench bench = bench_new(&setting, GROUPS, ROWS, (size_t)513 * C * sizeof(float));
     float *x = array((size_t)ROWS * K, sizeof(*x)), *m = array(ROWS, sizeof(*m));
     float *y = array((size_t)513 * C, sizeof(*y));
 
@@ -281,7 +312,7 @@ static void test_error_is_bounded(void **state)
 {
     static const struct setting setting = {"float32", "fp32"};
     static const uint32_t sizes[] = {KINDS, 100, 600}; /* rows: other kernels, the same bits */
-    struct bench bench = bench_new(&setting, GROUPS, ROWS * sizeof(float));
+    struct bench bench = bench_new(&setting, GROUPS, ROWS, ROWS * sizeof(float));
     float *x = array((size_t)ROWS * K, sizeof(*x)), *w = array((size_t)C * K, sizeof(*w));
     float *m = array(ROWS, sizeof(*m));
 
@@ -314,7 +345,7 @@ static void test_error_is_bounded(void **state)
 static void test_one_channel_a_group(void **state)
 {
     static const struct setting setting = {"float32", "fp32"};
-    struct bench bench = bench_new(&setting, C, ROWS * sizeof(float));
+    struct bench bench = bench_new(&setting, C, ROWS, ROWS * sizeof(float));
     float *x = array((size_t)ROWS * K, sizeof(*x)), *m = array(ROWS, sizeof(*m)), lowest = INFINITY;
 
     (void)state;
@@ -334,9 +365,8 @@ static void test_one_channel_a_group(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_batch_size),
-        cmocka_unit_test(test_whole_result),
-        cmocka_unit_test(test_error_is_bounded),
+        cmocka_unit_test(test_every_batch_size),    cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_whole_result),        cmocka_unit_test(test_error_is_bounded),
         cmocka_unit_test(test_one_channel_a_group),
     };
 
