@@ -395,16 +395,16 @@ static int run_all(const struct ctl *ctl, const struct bench_load *load, const s
     return r == CTL_DONE ? written : r;
 }
 
-/* The links of the GPUs that the model is on; else this machine's memory. Memory of the GPU is
- * bound by neither. */
+/* The links of the GPUs that the model is on, as far as the server knows them; else, where no GPU
+ * computes, this machine's memory. Memory of the GPU is bound by neither. */
 static void find_bound(json_t *status, const struct bench_load *load, struct bound *bound)
 {
     for (unsigned i = 0; i < load->n_devices; i++) {
         json_t *device = json_array_get(json_object_get(status, "devices"), load->devices[i]);
 
         bound->bytes_per_s += (double)ctl_uint(device, "link_bytes_per_s");
+        bound->is_link |= ctl_uint(device, "memory_total_bytes") > 0;
     }
-    bound->is_link = bound->bytes_per_s > 0;
     if (load->place == BENCH_DEVICE)
         bound->bytes_per_s = 0;
     else if (!bound->is_link)

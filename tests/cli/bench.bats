@@ -98,6 +98,22 @@ assert [x["rate"] for x in s] == [500, 1000] and s[1]["requests"] + s[1]["unsent
     grep -q '^served ' "$BATS_TEST_TMPDIR/out"
 }
 
+@test "bench: where a device has memory of its own, the host's is no bound" {
+    cp -r "$BATS_FILE_TMPDIR/models" "$BATS_TEST_TMPDIR/models"
+    local other=$BATS_TEST_TMPDIR/s i
+    FUSED_FAKE_SCRIPT=memory_mib=4096 "$B/fused" --config config/fused.conf --socket "$other" --backend "$B/fake-backend.so" \
+        --models "$BATS_TEST_TMPDIR/models" >/dev/null 2>&1 3>&- &
+    for ((i = 0; i < 100; i++)); do
+        ! "$fusectl" --socket "$other" ping >/dev/null 2>&1 || break
+        sleep 0.1
+    done
+    run "$fusectl" --socket "$other" bench a_5x37x96_g12 --duration 0.2 --json
+    kill -TERM $!
+    expect_status 0
+    expect_output '"bound":"link","bound_bytes_per_s":0.0,"bound_share":0.0'
+    wait $!
+}
+
 @test "bench: a server that dies ends it at once" {
     cp -r "$BATS_FILE_TMPDIR/models" "$BATS_TEST_TMPDIR/models"
     local other=$BATS_TEST_TMPDIR/s pid i start
