@@ -451,6 +451,41 @@ static void cuts_without_a_trace(void **state)
     }
 }
 
+/* On a device, bytes of the host's memory go in parts that overlap: of an outer sum, whole runs. */
+static void cuts_what_goes_over_the_link(void **state)
+{
+    enum { ALL = 20000, PART = (8 << 20) / (A_OUT * 4), AT = 6 << 20, SIZE = 17 << 20 };
+    static const char batching[] = "batching = { max_rows = 32768; };\n";
+    static float whole[ALL * A_OUT];
+    struct proto_request request;
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+
+    (void)state;
+    for (int pass = 0; pass < 2; pass++) {
+        unsigned seed = 5;
+
+        start(&daemon, pass == 0 ? "slots=3" : "device_memory=1;slots=3", NULL, batching);
+        client_start(&many[0], &daemon);
+        request = infer_large(0, client_buffer(&many[0], SIZE, &shm));
+        request.infer.input.shape[0] = request.infer.output.shape[2] = ALL;
+        request.infer.output.offset = AT;
+        for (size_t k = 0; k < ALL * A_IN; k++)
+            ((float *)shm.data)[k] = (float)(rand_r(&seed) % 2000) / 1000 - 1;
+        client_call(&many[0], &request, -1, &reply, NULL);
+        assert_ok(&reply);
+        assert_int_equal(reply.infer.batch_rows, pass == 0 ? ALL : PART);
+        if (pass == 0)
+            memcpy(whole, (uint8_t *)shm.data + AT, sizeof(whole));
+        else if (memcmp(whole, (uint8_t *)shm.data + AT, sizeof(whole)) != 0)
+            fail_msg("other bits when it is cut");
+        shm_deinit(&shm);
+        client_close(&many[0]);
+        daemon_stop(&daemon);
+    }
+}
+
 /* Others run between the parts; there is one answer; cancelled in the middle, nothing is written
  * after it. */
 static void lets_others_in_between(void **state)
@@ -671,6 +706,7 @@ int main(void)
         cmocka_unit_test(paces_refusals),
         cmocka_unit_test(keeps_to_what_batches_cost),
         cmocka_unit_test(cuts_without_a_trace),
+        cmocka_unit_test(cuts_what_goes_over_the_link),
         cmocka_unit_test(lets_others_in_between),
         cmocka_unit_test(cuts_compact_sums),
         cmocka_unit_test(ends_between_its_parts),
