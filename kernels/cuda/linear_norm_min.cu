@@ -265,6 +265,8 @@ extern "C" int linear_norm_min_new(const struct linear_norm_min_shape *shape, co
                  cudaDeviceGetAttribute(&fused->blocks, cudaDevAttrMultiProcessorCount, device));
     if (r == 0)
         r = wide_product_ready(fused->kind, &fused->clusters, report);
+    if (r == 0 && (fused->clusters < 1 || fused->blocks < 1)) /* cut_of() divides by both */
+        r = report_set(report, -ENODEV, "the device runs no cluster of two blocks");
     if (r == 0)
         r = narrow_product_ready(fused->kind, report);
     if (r == 0)
