@@ -485,7 +485,7 @@ static int open_clients(struct bench_run *run, struct client *clients, char text
 int bench_run(const struct bench_load *load, bool (*say)(double part, uint64_t n),
               struct bench_result **ret, char text[256])
 {
-    struct bench_run run = {.load = load};
+    struct bench_run run = {.load = load, .in_step = PLACE_ALIGNED, .out_step = PLACE_ALIGNED};
     struct bench_result *result = calloc(1, sizeof(*result));
     struct client *clients = calloc(load->n_clients, sizeof(*clients));
     int r = -ENOMEM;

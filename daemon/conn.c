@@ -33,7 +33,7 @@
 
 #define DATAGRAMS_A_TURN   16
 #define REFUSALS_A_WINDOW  128
-#define REFUSALS_WINDOW_MS 10
+#define REFUSALS_WINDOW_MS UINT64_C(10)
 
 struct conn_reply_entry {
     TAILQ_ENTRY(conn_reply_entry) link;
