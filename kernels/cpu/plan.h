@@ -67,8 +67,8 @@ struct plan_dropout {
 
 struct plan {
     enum dtype dtype;
-    int64_t in_elements, out_elements; /* of a row of x, of y */
     bool masks;                        /* a training request is masked */
+    int64_t in_elements, out_elements; /* of a row of x, of y */
 
     int n_phases, n_steps;
     struct phase phases[MODEL_STAGES_MAX + 1];
@@ -78,24 +78,22 @@ struct plan {
     struct plan_dropout dropouts[MODEL_STAGES_MAX];
 
     bool moves, compact_sums; /* an add moves the batch; it is the last stage */
-    struct outer outer;
-    float *sums; /* [block_rows, outer.row] */
-
-    bool constant;
+    bool constant, nonfinite_spreads;
     float value, bound;
-    bool nonfinite_spreads;
+    uint32_t block_rows;
+    struct outer outer;
+    float *sums;                 /* [block_rows, outer.row] */
     void *pattern, *nan_pattern; /* a tile of the constant, and of NaN, in the model's dtype */
 
-    uint32_t block_rows;
     struct row_ref *refs; /* [block_rows] */
-    unsigned n_slots;     /* one a worker */
     struct slot *slots;
+    unsigned n_slots; /* one a worker */
 
+    unsigned n_costs; /* as measured when it was loaded */
+    struct backend_cost costs[BACKEND_COSTS_MAX];
     uint64_t resident_bytes, arena_bytes;
     void *arena; /* all of the work space above */
     size_t arena_size;
-    unsigned n_costs; /* as measured when it was loaded */
-    struct backend_cost costs[BACKEND_COSTS_MAX];
     char text[1024];
 };
 
