@@ -79,7 +79,7 @@ static int check(const struct server_options *given)
     r = setup_config(given, &config, &report);
     if (r == 0) {
         printf("configuration: ok\n");
-        r = registry_check(config.models_dir, config.weights_dir, print_model, &report);
+        r = registry_check(&config, print_model, &report);
     }
     if (r < 0)
         fprintf(stderr, "fused: %s\n", report.text);

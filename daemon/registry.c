@@ -134,6 +134,12 @@ static int build(int models_fd, const char *weights_dir, const char *file, struc
     return r;
 }
 
+static int no_such_device(const struct model *model, int i, struct report *report)
+{
+    return report_set(report, -EINVAL, "%s: devices: %d is none of the daemon's", model->file,
+                      (int)model->devices[i]);
+}
+
 /* The devices that the model is for: those that its file names, or all. Where devices were left
  * out, those that are there do for them. */
 static int place(const struct device *device, const struct model *model, uint32_t *ret,
@@ -149,8 +155,7 @@ static int place(const struct device *device, const struct model *model, uint32_
         if (k == device->n && device->fallback[0])
             continue;
         if (k == device->n)
-            return report_set(report, -EINVAL, "%s: devices: %d is none of the daemon's",
-                              model->file, (int)model->devices[i]);
+            return no_such_device(model, i, report);
         places |= UINT32_C(1) << k;
     }
     *ret = places ? places : (UINT32_C(1) << device->n) - 1;
@@ -254,15 +259,30 @@ static void free_files(struct dirent **files, int n)
     free(files);
 }
 
-int registry_check(const char *models_dir, const char *weights_dir,
-                   void (*each)(const struct model *model), struct report *report)
+/* Which devices work is not known here: what "auto" may leave out counts as there. */
+static int check_devices(const struct config *config, const struct model *model,
+                         struct report *report)
+{
+    for (int i = 0; i < model->n_devices; i++) {
+        unsigned k = 0;
+
+        while (k < config->n_devices && config->devices[k] != model->devices[i])
+            k++;
+        if (k == config->n_devices)
+            return no_such_device(model, i, report);
+    }
+    return 0;
+}
+
+int registry_check(const struct config *config, void (*each)(const struct model *model),
+                   struct report *report)
 {
     _cleanup_close_ int models_fd = -1;
     char(*names)[MODEL_NAME_MAX + 1] = NULL;
     struct dirent **files = NULL;
     int n = 0, r;
 
-    r = open_dir(models_dir, "models_dir", &models_fd, report);
+    r = open_dir(config->models_dir, "models_dir", &models_fd, report);
     if (r < 0)
         return r;
     r = list_files(models_fd, &files, &n, report);
@@ -278,7 +298,9 @@ int registry_check(const char *models_dir, const char *weights_dir,
             r = report_set(report, -ENOMEM, "out of memory");
             break;
         }
-        r = build(models_fd, weights_dir, files[i]->d_name, version, report);
+        r = build(models_fd, config->weights_dir, files[i]->d_name, version, report);
+        if (r == 0)
+            r = check_devices(config, &version->model, report);
         memcpy(names[i], version->model.name, sizeof(names[i]));
         for (int k = 0; k < i && r == 0; k++) {
             if (strcmp(names[k], names[i]) == 0)

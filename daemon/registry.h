@@ -126,10 +126,10 @@ unsigned registry_after(const struct registry *registry, const char *name, size_
 int registry_submit(struct registry *registry, enum registry_task task, const char *name, size_t n,
                     void (*done)(struct registry_job *job, void *context), void *context);
 
-/* Parses and builds every model of models_dir without a backend, as `fused --check` does; `each` is
- * told about each that is right. */
-int registry_check(const char *models_dir, const char *weights_dir,
-                   void (*each)(const struct model *model), struct report *report);
+/* Parses and builds every model of the configuration without a backend, as `fused --check` does;
+ * `each` is told about each that is right. */
+int registry_check(const struct config *config, void (*each)(const struct model *model),
+                   struct report *report);
 
 struct version *version_ref(struct version *version);
 struct version *version_unref(struct version *version);

@@ -18,6 +18,7 @@
 #include "proto/base.h"
 
 #define PLACE_MAX       640
+#define FOLDER_MAX      200
 #define DESCRIPTORS_MIN 32u /* about half of them open when idle */
 
 int setup_group(const char *key, const char *name, gid_t *ret, struct report *report)
@@ -52,19 +53,29 @@ static int check_system(const struct server_options *options, const struct confi
     return 0;
 }
 
+/* What goes before a file's own name, which reasons begin with. Of a path so long that it would
+ * crowd out the reason, nothing. */
+static int folder_length(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+
+    return slash && slash - path < FOLDER_MAX ? (int)(slash + 1 - path) : 0;
+}
+
 int setup_config(const struct server_options *options, struct config *ret, struct report *report)
 {
     const char *socket = options->socket ? options->socket : getenv("FUSED_SOCKET");
     struct config config;
     char place[PLACE_MAX];
+    const char *path = options->config ? options->config : place;
     int r;
 
     config_defaults(&config);
     config_place(place, sizeof(place));
-    r = config_load(options->config ? options->config : place, &config, report);
+    r = config_load(path, &config, report);
     /* The default file need not be there. */
     if (r < 0 && (r != -ENOENT || options->config))
-        return r;
+        return report_prefix(report, r, "%.*s", folder_length(path), path);
     if (socket && *socket) {
         if (strlen(socket) > CONFIG_SOCKET_MAX)
             return report_set(report, -EINVAL, "socket: the path is longer than %d bytes",

@@ -428,6 +428,47 @@ static void checks_the_system(void **state)
                                                    "--models", d.models, NULL}),
                      78);
     assert_true(log_has(&d, "/gone/s: its directory is missing; --socket PATH chooses another"));
+    assert_int_equal(
+        run_with(&d, (const char *[]){"fused", "--check", "--config", "/nonexistent", NULL}), 78);
+    assert_true(log_has(&d, "fused: /nonexistent: No such file or directory"));
+    daemon_remove(&d);
+}
+
+static void append_to_file(const char *path, const char *text)
+{
+    FILE *file = fopen(path, "ae");
+
+    assert_non_null(file);
+    fputs(text, file);
+    assert_int_equal(fclose(file), 0);
+}
+
+/* Of models too, with the same words. */
+static void checks_the_devices_of_models(void **state)
+{
+    static const char no_such_device[] = MODEL_A ".conf: devices: 3 is none of the daemon's";
+    struct daemon d;
+    char path[200];
+
+    (void)state;
+    one_model(&d);
+    write_file(d.config, "backend = \"cpu\"; devices = [ 0, 1 ];");
+    snprintf(path, sizeof(path), "%s/" MODEL_A ".conf", d.models);
+    append_to_file(path, "devices = [ 1 ];\n");
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--check", "--config", d.config,
+                                                   "--models", d.models, NULL}),
+                     0);
+    add_model(&d, MODEL_A);
+    append_to_file(path, "devices = [ 3 ];\n");
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--config", d.config, "--socket",
+                                                   d.socket, "--models", d.models, NULL}),
+                     78);
+    assert_true(log_has(&d, no_such_device));
+    unlink(d.log);
+    assert_int_equal(run_with(&d, (const char *[]){"fused", "--check", "--config", d.config,
+                                                   "--models", d.models, NULL}),
+                     78);
+    assert_true(log_has(&d, no_such_device));
     daemon_remove(&d);
 }
 
@@ -829,6 +870,7 @@ int main(void)
         cmocka_unit_test(refuses_bad_configuration),
         cmocka_unit_test(knows_its_options),
         cmocka_unit_test(checks_the_system),
+        cmocka_unit_test(checks_the_devices_of_models),
         cmocka_unit_test(says_that_it_cannot_print),
         cmocka_unit_test(says_that_there_is_no_device),
         cmocka_unit_test(starts_without_stdio),
