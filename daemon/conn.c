@@ -425,13 +425,15 @@ static void on_event(uv_poll_t *poll, int status, int events)
 /* ---- arrival ---- */
 
 /* Says why to a client that is not let in: one datagram, if the socket takes it. */
-static void turn_away(struct server *server, int fd, enum proto_error error)
+static void turn_away(struct server *server, int fd, enum proto_error error, const char *text)
 {
-    const char *text = proto_error_text(error);
-    struct proto_reply reply = {
-        .verb = VERB_COUNT, .error = error, .text = {text, (uint32_t)strlen(text)}};
-    int n = codec_encode_reply(&reply, server->tx, sizeof(server->tx));
+    struct proto_reply reply = {.verb = VERB_COUNT, .error = error};
+    int n;
 
+    if (!text)
+        text = proto_error_text(error);
+    reply.text = (struct proto_str){text, (uint32_t)strlen(text)};
+    n = codec_encode_reply(&reply, server->tx, sizeof(server->tx));
     if (n > 0)
         wire_send(fd, server->tx, (size_t)n, -1);
 }
@@ -452,7 +454,7 @@ int conn_new(struct server *server, int socket)
         return -ENOMEM;
     r = uid_take(uid, CHARGE_CONNECTIONS, 1);
     if (r < 0) {
-        turn_away(server, fd, request_error(VERB_HELLO, r));
+        turn_away(server, fd, request_error(VERB_HELLO, r), uid_reason(uid, r));
         uid_unref(uid);
         return r;
     }

@@ -319,7 +319,10 @@ static void submit(struct conn *conn, const struct proto_request *message, struc
 
     r = request_new(conn, message->id, VERB_INFER, n_arena, &request);
     if (r < 0) {
-        check->error = request_error(VERB_INFER, r);
+        enum proto_error error = request_error(VERB_INFER, r);
+        const char *reason = uid_reason(conn->uid, r);
+
+        refuse(check, error, "%s", reason ? reason : proto_error_text(error));
         return;
     }
     request->version = version_ref(version);

@@ -9,6 +9,8 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 void uids_init(struct uids *uids)
@@ -63,20 +65,44 @@ struct uid *uid_unref(struct uid *uid)
     return NULL;
 }
 
+static void note_over(const struct uid *uid, enum charge charge, uint64_t n)
+{
+    /* As the configuration calls them. */
+    static const char *const names[] = {
+        [CHARGE_CONNECTIONS] = "uid_connections",
+        [CHARGE_BUFFERS] = "uid_buffers",
+        [CHARGE_BUFFER_BYTES] = "uid_buffer_bytes",
+        [CHARGE_REQUESTS] = "uid_requests",
+    };
+    struct uids *uids = uid->uids;
+
+    snprintf(uids->over, sizeof(uids->over),
+             "a limit of your uid is reached: %s is %" PRIu64 ", %" PRIu64 " in use, %" PRIu64
+             " more asked for",
+             names[charge], uids->uid_limit[charge], uid->used[charge], n);
+}
+
 int uid_take(struct uid *uid, enum charge charge, uint64_t n)
 {
     struct uids *uids = uid->uids;
 
     /* A limit may have been lowered below what is in use. */
     if (uid->used[charge] > uids->uid_limit[charge] ||
-        n > uids->uid_limit[charge] - uid->used[charge])
+        n > uids->uid_limit[charge] - uid->used[charge]) {
+        note_over(uid, charge, n);
         return -EDQUOT;
+    }
     if (uids->total[charge] > uids->total_limit[charge] ||
         n > uids->total_limit[charge] - uids->total[charge])
         return -EBUSY;
     uid->used[charge] += n;
     uids->total[charge] += n;
     return 0;
+}
+
+const char *uid_reason(const struct uid *uid, int r)
+{
+    return r == -EDQUOT ? uid->uids->over : NULL;
 }
 
 void uid_give(struct uid *uid, enum charge charge, uint64_t n)

@@ -41,6 +41,7 @@ struct uids {
     uint64_t uid_limit[CHARGE_COUNT];   /* of one uid */
     uint64_t total_limit[CHARGE_COUNT]; /* of all together */
     uint64_t total[CHARGE_COUNT];
+    char over[160]; /* which limit the last -EDQUOT was of */
 };
 
 void uids_init(struct uids *uids);
@@ -52,4 +53,6 @@ struct uid *uid_unref(struct uid *uid);
 
 /* 0, -EDQUOT when a limit of the uid would be passed, -EBUSY when a limit of all would be. */
 int uid_take(struct uid *uid, enum charge charge, uint64_t n);
+/* What the client is told of a refusal just now; NULL where `r` says it all. */
+const char *uid_reason(const struct uid *uid, int r);
 void uid_give(struct uid *uid, enum charge charge, uint64_t n);

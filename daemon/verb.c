@@ -53,7 +53,7 @@ static void answer_request(struct request *request, struct doc *doc)
 
 static void refuse_errno(struct conn *conn, const struct proto_request *message, int r)
 {
-    conn_refuse(conn, message, request_error(message->verb, r), NULL);
+    conn_refuse(conn, message, request_error(message->verb, r), uid_reason(conn->uid, r));
 }
 
 /* A record for a verb that is answered later, or NULL when it was refused. */
@@ -193,7 +193,8 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
         return;
     server->n_client_works--;
     request_fail(request, request_error(message->verb, r),
-                 r == -EOPNOTSUPP ? "this backend offers no device buffers" : NULL);
+                 r == -EOPNOTSUPP ? "this backend offers no device buffers"
+                                  : uid_reason(conn->uid, r));
 }
 
 static void buffer_create(struct conn *conn, const struct proto_request *message)

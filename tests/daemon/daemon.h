@@ -413,6 +413,17 @@ HELPER void client_call(struct client *client, struct proto_request *request, in
         assert_text_is_clean(reply);                                                  \
     } while (0)
 
+/* A refusal with these words in its reason. */
+HELPER void assert_refused(const struct proto_reply *reply, enum proto_error code,
+                           const char *words)
+{
+    if (reply->error != code || !memmem(reply->text.s, reply->text.n, words, strlen(words)))
+        fail_msg("got %s (%.*s), expected %s with \"%s\"",
+                 reply->error ? proto_error_name(reply->error) : "an answer",
+                 reply->error ? (int)reply->text.n : 0, reply->error ? reply->text.s : "",
+                 proto_error_name(code), words);
+}
+
 /* Does a number of at least that many digits follow the word somewhere? */
 HELPER bool has_number(const char *text, const char *word, size_t n)
 {

@@ -254,7 +254,7 @@ static void limits_connections(void **state)
         client_open(&many[i], &d);
     client_open(&many[60], &d);
     assert_true(client_recv(&many[60], &reply, NULL));
-    assert_error(&reply, ERR_QUOTA);
+    assert_refused(&reply, ERR_QUOTA, "uid_connections is 60, 60 in use, 1 more asked for");
     assert_true(client_is_closed(&many[60]));
     for (size_t i = 0; i < ARRAY_SIZE(many); i++)
         client_close(&many[i]);

@@ -606,23 +606,25 @@ static void keeps_limits(void **state)
         assert_true(client_recv(&c, &reply, NULL));
         n_ok += reply.error == ERR_NONE;
         n_quota += reply.error == ERR_QUOTA;
+        if (reply.error == ERR_QUOTA)
+            assert_refused(&reply, ERR_QUOTA, "uid_requests is 4, 4 in use, 1 more");
     }
     assert_int_equal(n_ok, 4);
     assert_int_equal(n_quota, 2);
     /* Bytes, then their number. */
     create.buffer_create.size_bytes = 100001;
     client_call(&c, &create, -1, &reply, NULL);
-    assert_error(&reply, ERR_QUOTA);
+    assert_refused(&reply, ERR_QUOTA, "uid_buffer_bytes is 100000, 0 in use, 100001 more");
     create.buffer_create.size_bytes = UINT64_MAX >> 2;
     create.id = 0;
     client_call(&c, &create, -1, &reply, NULL);
-    assert_error(&reply, ERR_QUOTA);
+    assert_refused(&reply, ERR_QUOTA, "uid_buffer_bytes is 100000, 0 in use, 46116");
     for (int i = 0; i < 3; i++)
         client_buffer(&c, 4096, &shm[i]);
     create.id = 0;
     create.buffer_create.size_bytes = 4096;
     client_call(&c, &create, -1, &reply, NULL);
-    assert_error(&reply, ERR_QUOTA);
+    assert_refused(&reply, ERR_QUOTA, "uid_buffers is 3, 3 in use, 1 more asked for");
     for (int i = 0; i < 3; i++)
         shm_deinit(&shm[i]);
     client_close(&c);

@@ -19,6 +19,9 @@ static void refuses_over_the_limits(void **state)
     assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 101), -EDQUOT);
     assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 100), 0);
     assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 1), -EDQUOT);
+    assert_string_equal(uid_reason(a, -EDQUOT), "a limit of your uid is reached: uid_buffer_bytes "
+                                                "is 100, 100 in use, 1 more asked for");
+    assert_null(uid_reason(a, -EBUSY));
     assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, 0), 0);
     assert_int_equal(uid_take(a, CHARGE_BUFFER_BYTES, UINT64_MAX), -EDQUOT);
     assert_int_equal(uid_take(b, CHARGE_BUFFER_BYTES, 51), -EBUSY);
