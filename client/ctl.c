@@ -155,6 +155,13 @@ int ctl_connect(const struct ctl *ctl, int timeout_ms, struct fused **ret)
     r = fused_connect(ctl->socket, "fusectl", &f);
     if (r > 0)
         return ctl_answer(ctl, NULL, r, fused_error_text(NULL));
+    if (r == -EACCES) {
+        const char *reason = fused_error_text(NULL), *end = strrchr(reason, ':');
+
+        ctl_error("no permission for the server's socket %.*s: its group may connect",
+                  end ? (int)(end - reason) : 0, reason);
+        return CTL_NO_SERVER;
+    }
     if (r < 0) {
         ctl_error("no server at %s", fused_error_text(NULL));
         return r == -ENOMEM || r == -EMFILE ? CTL_FAILED : CTL_NO_SERVER;

@@ -105,6 +105,20 @@ END
     expect_status 69
 }
 
+@test "a socket that one may not connect to is 69, and says so" {
+    local without=()
+    [ "$(id -u)" != 0 ] || without=(setpriv --bounding-set -dac_override,-dac_read_search)
+    "${without[@]}" true || skip "capabilities cannot be dropped here"
+    python3 -c '
+import os, socket, sys
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0)' "$BATS_TEST_TMPDIR/closed"
+    run "${without[@]}" "$fusectl" --socket "$BATS_TEST_TMPDIR/closed" ping
+    expect_status 69
+    expect_output "^fusectl: no permission for the server's socket $BATS_TEST_TMPDIR/closed: its group may connect$"
+}
+
 @test "--socket goes before FUSED_SOCKET, on either side of the command" {
     run "$fusectl" --socket /nowhere/a ping
     expect_output 'no server at /nowhere/a:'
