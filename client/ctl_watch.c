@@ -461,7 +461,7 @@ static void answer_scrape(const struct ctl *ctl, int fd)
         n += (size_t)got;
         request[n] = 0;
     }
-    if (strncmp(request, "GET /metrics ", 13) == 0 || strncmp(request, "GET / ", 6) == 0) {
+    if (strncmp(request, "GET /metrics ", 13) == 0) {
         text = metrics_text(ctl, &ignored);
         status = text != NULL ? "200 OK" : "500 Internal Server Error";
     }

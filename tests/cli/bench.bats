@@ -188,7 +188,7 @@ assert [x["rate"] for x in s] == [500, 1000] and s[1]["requests"] + s[1]["unsent
 
 @test "metrics --listen: scrapes on a socket of this host" {
     "$fusectl" metrics --listen "unix:$BATS_TEST_TMPDIR/m" 3>&- &
-    local pid=$! i
+    local pid=$! i path
     for ((i = 0; i < 50; i++)); do [ ! -S "$BATS_TEST_TMPDIR/m" ] || break; sleep 0.1; done
     scrape() {
         python3 -c '
@@ -204,8 +204,10 @@ print(data.decode())' "$BATS_TEST_TMPDIR/m" "$1"
     run scrape 'GET /metrics HTTP/1.1'
     expect_output '^HTTP/1.1 200 OK'
     expect_output '^fused_up 1$'
-    run scrape 'GET /other HTTP/1.1'
-    expect_output '^HTTP/1.1 404 '
+    for path in / /other /metrics2; do
+        run scrape "GET $path HTTP/1.1"
+        expect_output '^HTTP/1.1 404 '
+    done
     kill $pid
     wait $pid
     [ ! -e "$BATS_TEST_TMPDIR/m" ]
