@@ -24,7 +24,7 @@ UNIT_FOR := -e 's|/usr/bin/|$(PREFIX)/bin/|' -e 's|/etc/fused/|$(SYSCONFDIR)/fus
 UNIT_TEMPLATE := -e 's|^Description=.*|& (%i)|' -e 's|fused\.socket|fused@%i.socket|' -e 's|/fused\.conf$$|/%i.conf|' \
                  -e 's|/run/fused/fused\.sock|/run/fused/%i.sock|'
 
-install-service:
+install-service: all # which says whether there is a backend that needs the driver's modules
 	$(Q)$(INSTALL) -d $(UNIT_DIR) $(addprefix $(DESTDIR)$(PREFIX)/lib/,sysusers.d tmpfiles.d)
 	$(Q)for u in service socket; do \
 	    sed $(UNIT_FOR) deploy/systemd/fused.$$u >$(UNIT_DIR)/fused.$$u && \
@@ -33,8 +33,8 @@ install-service:
 	    chmod 644 $(UNIT_DIR)/fused.$$u $(UNIT_DIR)/fused@.$$u || exit 1; done
 	$(Q)for d in sysusers.d tmpfiles.d; do \
 	    $(INSTALL) -m 644 deploy/$$d/fused.conf $(DESTDIR)$(PREFIX)/lib/$$d/ || exit 1; done
-	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -d $(DESTDIR)$(PREFIX)/lib/modules-load.d && \
-	    $(INSTALL) -m 644 deploy/modules-load.d/fused.conf $(DESTDIR)$(PREFIX)/lib/modules-load.d/)
+	$(Q)[ ! -e $(B)/fused-cuda.so ] || { $(INSTALL) -d $(DESTDIR)$(PREFIX)/lib/modules-load.d && \
+	    $(INSTALL) -m 644 deploy/modules-load.d/fused.conf $(DESTDIR)$(PREFIX)/lib/modules-load.d/; }
 
 # The daemon's own defaults are the places of PREFIX=/usr; for others the installed file names them.
 CONF_FOR := -e '' $(if $(filter /etc,$(SYSCONFDIR)),,-e 's|^\#models_dir = "/etc/|models_dir = "$(SYSCONFDIR)/|') \
@@ -48,7 +48,7 @@ install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(Q)ln -sf libfused.so.1 $(DESTDIR)$(PREFIX)/lib/libfused.so
 	$(Q)$(INSTALL) -m 644 $(B)/fused.pc $(DESTDIR)$(PREFIX)/lib/pkgconfig/
 	$(Q)$(INSTALL) -m 644 client/fused.h $(DESTDIR)$(PREFIX)/include/
-	$(Q)$(if $(wildcard $(B)/fused-cuda.so),$(INSTALL) -m 644 $(B)/fused-cuda.so $(DESTDIR)$(PREFIX)/lib/fused/)
+	$(Q)[ ! -e $(B)/fused-cuda.so ] || $(INSTALL) -m 644 $(B)/fused-cuda.so $(DESTDIR)$(PREFIX)/lib/fused/
 	$(Q)$(INSTALL) -m 644 README.md SECURITY.md proto/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/fused/
 	$(Q)$(INSTALL) -m 644 client/example.c $(DESTDIR)$(PREFIX)/share/doc/fused/
 	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DESTDIR)$(PREFIX)/share/doc/fused/models.d/
