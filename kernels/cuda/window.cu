@@ -86,14 +86,15 @@ template <bool HOT_SUMS> struct parts_end {
     }
 };
 
-static __device__ __forceinline__ int outputs_of_warp(const struct tile &tile, int warp)
+__attribute__((unused)) static __device__ __forceinline__ int
+outputs_of_warp(const struct tile &tile, int warp)
 {
     return warp / 2 < tile.size[0]
                ? max(0, min(HALF_W, tile.size[2] - warp % 2 * HALF_W)) * tile.size[1]
                : 0;
 }
 
-static __device__ double block_sum(double v, double *shared)
+__attribute__((unused)) static __device__ double block_sum(double v, double *shared)
 {
     v = warp_sum(v);
     __syncthreads(); /* shared may still be read from the sum before */
@@ -121,7 +122,8 @@ static __device__ __forceinline__ int find_row(const struct segment *segments, i
     return low;
 }
 
-static __device__ void row_end(const struct window_run &run, const struct tail &tail, int64_t row)
+__attribute__((unused)) static __device__ void row_end(const struct window_run &run,
+                                                       const struct tail &tail, int64_t row)
 {
     const int s = find_row(tail.segments, tail.n_segments, row);
     const struct segment &seg = tail.segments[s];
@@ -268,7 +270,7 @@ static __device__ __forceinline__ void fetch(const struct window_run &run, struc
     barrier_arrive(shared_address(&shared.full[turn % BUFFERS]));
 }
 
-static __device__ __forceinline__ void begin(struct shared &shared)
+__attribute__((unused)) static __device__ __forceinline__ void begin(struct shared &shared)
 {
     if (threadIdx.x == 0) {
         for (int b = 0; b < BUFFERS; b++) {
