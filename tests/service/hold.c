@@ -46,6 +46,24 @@ static pid_t find_thread(pid_t pid, const char *name)
     return found;
 }
 
+/* Asleep, it holds no lock; stopped at work it may, and then the others stand still, too. */
+static void wait_until_asleep(pid_t pid, pid_t thread)
+{
+    char path[80], text[200];
+
+    snprintf(path, sizeof(path), "/proc/%d/task/%d/stat", (int)pid, (int)thread);
+    for (int i = 0; i < 20000; i++) {
+        FILE *f = fopen(path, "re");
+        const char *end = f && fgets(text, sizeof(text), f) ? strrchr(text, ')') : NULL;
+
+        if (f)
+            fclose(f);
+        if (!end || end[2] == 'S')
+            return;
+        usleep(100);
+    }
+}
+
 int main(int argc, char **argv)
 {
     pid_t pid = argc > 1 ? (pid_t)strtol(argv[1], NULL, 10) : 0;
@@ -56,6 +74,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "hold: no such thread\n");
         return 1;
     }
+    wait_until_asleep(pid, thread);
     if (ptrace(PTRACE_SEIZE, thread, NULL, NULL) < 0 ||
         ptrace(PTRACE_INTERRUPT, thread, NULL, NULL) < 0) {
         fprintf(stderr, "hold: %s\n", strerror(errno));
