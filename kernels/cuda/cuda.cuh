@@ -45,6 +45,20 @@ static __device__ __forceinline__ double warp_sum(double v)
     return v;
 }
 
+/* Over a block of WARPS warps, in their order; every thread gets it. */
+template <int WARPS> static __device__ double block_sum(double v, double *shared)
+{
+    v = warp_sum(v);
+    __syncthreads(); /* shared may still be read from the sum before */
+    if (threadIdx.x % WARP == 0)
+        shared[threadIdx.x / WARP] = v;
+    __syncthreads();
+    v = 0;
+    for (int i = 0; i < WARPS; i++)
+        v += shared[i];
+    return v;
+}
+
 static __device__ __forceinline__ uint32_t warp_max(uint32_t v)
 {
     for (int lane = WARP / 2; lane > 0; lane /= 2)

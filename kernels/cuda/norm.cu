@@ -51,19 +51,6 @@ static __global__ void __launch_bounds__(THREADS) stats_warp_kernel(const struct
         stats.to[group] = moments(mean, squares, stats.size, stats.eps);
 }
 
-static __device__ double block_sum(double v, double *shared)
-{
-    v = warp_sum(v);
-    __syncthreads(); /* shared may still be read from the sum before */
-    if (threadIdx.x % WARP == 0)
-        shared[threadIdx.x / WARP] = v;
-    __syncthreads();
-    v = 0;
-    for (int i = 0; i < WARPS; i++)
-        v += shared[i];
-    return v;
-}
-
 static __global__ void __launch_bounds__(THREADS) stats_slab_kernel(const struct stats stats)
 {
     int64_t slabs = (stats.size + SLAB - 1) / SLAB;
@@ -92,7 +79,7 @@ static __global__ void __launch_bounds__(THREADS) stats_slab_kernel(const struct
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++)
         sum += (double)v[i];
-    double mean = block_sum(sum, shared) / n;
+    double mean = block_sum<WARPS>(sum, shared) / n;
     float middle = (float)mean;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; i++) {
@@ -101,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS) stats_slab_kernel(const struct
         if (i / 4 * 4 * THREADS + (int)threadIdx.x * 4 + i % 4 < n)
             squares += (double)(d * d);
     }
-    squares = block_sum(squares, shared);
+    squares = block_sum<WARPS>(squares, shared);
     if (threadIdx.x == 0)
         stats.partial[blockIdx.x] = make_double2(middle, squares);
 }

@@ -94,19 +94,6 @@ outputs_of_warp(const struct tile &tile, int warp)
                : 0;
 }
 
-__attribute__((unused)) static __device__ double block_sum(double v, double *shared)
-{
-    v = warp_sum(v);
-    __syncthreads(); /* shared may still be read from the sum before */
-    if (threadIdx.x % WARP == 0)
-        shared[threadIdx.x / WARP] = v;
-    __syncthreads();
-    v = 0;
-    for (int i = 0; i < WARPS; i++)
-        v += shared[i];
-    return v;
-}
-
 static __device__ __forceinline__ int find_row(const struct segment *segments, int n, int64_t row)
 {
     int low = 0, high = n - 1;
@@ -186,7 +173,7 @@ static __global__ void __launch_bounds__(THREADS)
                    (double)run.bias[first + c] * n;
         }
     }
-    const double mean = block_sum(sum, shared) / (double)run.group_size;
+    const double mean = block_sum<WARPS>(sum, shared) / (double)run.group_size;
 
     for (int i = threadIdx.x; i < items; i += THREADS) {
         const int n = outputs_of_warp(tile_of(run, i / WARPS), i % WARPS);
@@ -200,7 +187,7 @@ static __global__ void __launch_bounds__(THREADS)
                 (double)part.squares * scale * scale + d * (2 * scale * (double)part.sum + d * n);
         }
     }
-    squares = block_sum(squares, shared);
+    squares = block_sum<WARPS>(squares, shared);
     if (squares < 0) /* by rounding; NaN stays */
         squares = 0;
     for (int c = first + threadIdx.x; c < first + per_group; c += THREADS) {
