@@ -42,6 +42,7 @@ struct engine {
 
     /* the loop thread's */
     unsigned n_in_flight;
+    uint64_t ended_us; /* the last time that a batch did */
     uv_async_t wake;
     void (*done)(void *context);
     void *context;
@@ -265,6 +266,7 @@ void engine_submit(struct engine *engine, struct engine_batch *batch)
 
     assert(!batch->busy);
     batch->busy = true;
+    batch->submitted_us = clock_us();
     batch->started_us = 0;
     engine->n_in_flight++;
     pthread_mutex_lock(&engine->lock);
@@ -288,6 +290,8 @@ struct engine_batch *engine_done(struct engine *engine)
         TAILQ_REMOVE(&engine->outbox, batch, link);
     more = !TAILQ_EMPTY(&engine->outbox);
     pthread_mutex_unlock(&engine->lock);
+    if (batch)
+        engine->ended_us = batch->ended_us;
     if (more)
         uv_async_send(&engine->wake);
     return batch;
@@ -313,15 +317,23 @@ struct engine_batch *engine_slot(struct engine *engine, unsigned i)
 
 uint64_t engine_oldest_us(const struct engine *engine)
 {
-    uint64_t oldest_us = UINT64_MAX;
+    uint64_t running_us = UINT64_MAX, waiting_us = UINT64_MAX;
 
     for (unsigned i = 0; i < engine->n_slots; i++) {
         const struct engine_batch *batch = &engine->slots[i];
-        uint64_t started_us =
-            batch->busy ? __atomic_load_n(&batch->started_us, __ATOMIC_RELAXED) : 0;
+        uint64_t at_us;
 
-        if (started_us > 0 && started_us < oldest_us)
-            oldest_us = started_us;
+        if (!batch->busy)
+            continue;
+        at_us = __atomic_load_n(&batch->started_us, __ATOMIC_RELAXED);
+        if (at_us > 0 && at_us < running_us)
+            running_us = at_us;
+        if (at_us > 0)
+            continue;
+        at_us = batch->submitted_us > engine->ended_us ? batch->submitted_us : engine->ended_us;
+        if (at_us < waiting_us)
+            waiting_us = at_us;
     }
-    return oldest_us;
+    /* Behind one that runs it may wait; with none, the thread itself stands still. */
+    return running_us < UINT64_MAX ? running_us : waiting_us;
 }

@@ -25,8 +25,9 @@ struct engine_batch {
     enum batch_reason reason;      /* why it took no more */
     unsigned slot;
     bool busy;
-    int result;          /* 0, or why the whole batch failed */
-    struct report why;   /* the same in words, where the backend has them */
+    int result;        /* 0, or why the whole batch failed */
+    struct report why; /* the same in words, where the backend has them */
+    uint64_t submitted_us;
     uint64_t started_us; /* 0: not yet; the loop looks at it while it runs */
     uint64_t ended_us;
 };
@@ -52,6 +53,6 @@ void engine_release(struct engine *engine, struct engine_batch *batch);
  */
 unsigned engine_in_flight(const struct engine *engine);
 struct engine_batch *engine_slot(struct engine *engine, unsigned i);
-/* When the oldest of them was started: one that still waits behind another has no age. UINT64_MAX
- * when none was. */
+/* When the oldest of them was started: one that waits behind another has no age, but one that could
+ * have been started has. UINT64_MAX when there is none. */
 uint64_t engine_oldest_us(const struct engine *engine);

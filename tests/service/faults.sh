@@ -34,7 +34,8 @@ stopped_daemon() {
 
 # One thread of the daemon stands still, all others run.
 hold() { # [THREAD]
-    "$B/tests/service/hold" "$pid" "$@" >"$place/held" &
+    : >"$place/held" # of the case before
+    "$B/tests/service/hold" "$pid" "$@" >"$place/held" 2>&1 &
     soon 2 grep -q held "$place/held"
 }
 
@@ -61,6 +62,18 @@ blocked_engine() {
     traffic 2500 2
     sleep 0.3
     hold engine
+    soon 5 served_by_another "$pid"
+    matches "$(journal)" 'status=70'
+    traffic_counts
+    [ "$(field gpu_lost "$counts")" -ge 1 ]
+    journal_has device.lost
+}
+
+# The same before it has begun with anything.
+blocked_idle_engine() {
+    begin ""
+    hold engine
+    traffic 2500 2
     soon 5 served_by_another "$pid"
     matches "$(journal)" 'status=70'
     traffic_counts
@@ -116,6 +129,7 @@ killed() {
 it "stopped (SIGSTOP): the watchdog ends it, and it is back" stopped_daemon
 it "its loop alone is blocked: the watchdog ends it, and it is back" blocked_loop
 it "its engine alone is blocked: GPU_LOST, 70, and it is back" blocked_engine
+it "its engine alone is blocked while it is idle: the same" blocked_idle_engine
 it "ended by SIGABRT without a core file" no_core_is_left
 it "a stuck batch: GPU_LOST, 70, and it is back" stuck_batch
 it "a lost device: GPU_LOST, 70, and it is back" lost_device
