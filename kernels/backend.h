@@ -4,7 +4,7 @@
  * A backend is a table of functions. The CPU's is linked in; others are shared objects with one
  * symbol, fused_backend(). Threads: open, close: the main thread. load, unload, pin, unpin and
  * memory_*: any thread, several at once. start and poll: the one engine thread of this backend.
- * info, plan_info: any thread. Nothing here logs, exits or knows a client.
+ * info, health, plan_info: any thread. Nothing here logs, exits or knows a client.
  */
 #pragma once
 
@@ -15,7 +15,7 @@
 #include "pipeline.h"
 #include "report.h"
 
-#define BACKEND_ABI         1
+#define BACKEND_ABI         2
 #define BACKEND_SYMBOL      "fused_backend"
 #define BACKEND_SLOTS_MAX   8
 #define BACKEND_COSTS_MAX   16
@@ -42,6 +42,16 @@ struct backend_info {
     uint64_t link_bytes_per_s; /* between host and device, one way; 0: none, or not known */
     int temperature_c, power_w, clock_mhz; /* -1: not known */
     char driver[32], runtime[32];          /* versions; empty when there are none */
+};
+
+/* What the device's driver says of faults: its memory's, and those that it gives a number (Xid). */
+struct backend_health {
+    bool watched;                           /* else nothing of this is known */
+    int64_t ecc_corrected, ecc_uncorrected; /* since the driver was loaded; -1: not counted */
+    uint64_t n_xids;     /* since open(), whatever process on the device they are about */
+    unsigned last_xid;   /* 0: none */
+    char lost[64];       /* why the device must not be used any more; empty: it may be */
+    const char *lost_by; /* the numbers that make it so, for people; static */
 };
 
 /* What a batch of so many rows takes. */
@@ -98,6 +108,8 @@ struct backend_ops {
     int (*open)(const struct backend_options *options, struct backend **ret, struct report *report);
     void (*close)(struct backend *backend);
     void (*info)(struct backend *backend, struct backend_info *ret);
+    /* Optional (NULL). Never waits for the device. */
+    void (*health)(struct backend *backend, struct backend_health *ret);
 
     /*
      * Checks memory first, takes what it needs from the pipeline's weights, warms up every batch

@@ -53,6 +53,13 @@ $(B)/fake-cuda.so: $(call obj,tests/fake_cuda.c)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -Wl,-soname,libcuda.so.1 -o $@ $^
 
+# The CUDA backend's watcher of the device, on a driver that is none.
+$(B)/tests/kernels/test_nvml: $(call obj,kernels/cuda/nvml.c) | $(B)/fake-nvml.so
+
+$(B)/fake-nvml.so: $(call obj,tests/fake_nvml.c)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -shared -Wl,-soname,libnvidia-ml.so.1 -o $@ $^ -pthread
+
 $(B)/clock.so: $(call obj,tests/hostile/clock.c)
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -shared -o $@ $^ -ldl

@@ -161,6 +161,14 @@ static void cuda_info(struct backend *backend, struct backend_info *ret)
     snprintf(ret->runtime, sizeof(ret->runtime), "CUDA %d.%d", runtime / 1000, runtime % 1000 / 10);
 }
 
+static void cuda_health(struct backend *backend, struct backend_health *ret)
+{
+    struct nvml_reading reading;
+
+    nvml_read(backend->nvml, &reading);
+    *ret = reading.health;
+}
+
 static int cuda_load(struct backend *backend, const struct pipeline *pipeline, uint32_t max_rows,
                      struct plan **ret, struct report *report)
 {
@@ -270,6 +278,7 @@ const struct backend_ops *fused_backend(void)
         .open = cuda_open,
         .close = cuda_close,
         .info = cuda_info,
+        .health = cuda_health,
         .load = cuda_load,
         .plan_info = cuda_plan_info,
         .unload = cuda_unload,

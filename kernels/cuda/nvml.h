@@ -1,9 +1,12 @@
 /*
- * nvml.h - how the device is: temperature, power, clock, memory; read by a thread of its own
+ * nvml.h - how the device is: temperature, power, clock, memory, faults; read by a thread of its
+ * own
  */
 #pragma once
 
 #include <stdint.h>
+
+#include "kernels/backend.h"
 
 struct nvml; /* the watcher of one device */
 
@@ -11,6 +14,7 @@ struct nvml_reading {
     uint64_t total_bytes, free_bytes;      /* 0: not known */
     int temperature_c, power_w, clock_mhz; /* -1: not known */
     char driver[32];                       /* empty: not known */
+    struct backend_health health;
 };
 
 /* Never fails for want of NVML: readings are then unknown. -ENOMEM, -EAGAIN. */
