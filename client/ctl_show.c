@@ -30,6 +30,37 @@ static void print_work(json_t *device)
            ctl_uint(device, "rows"), ctl_bytes(ctl_uint(device, "resident_bytes"), text));
 }
 
+/* "none", or how often; -1: the device does not count them. */
+static void print_errors(const json_t *health, const char *key, const char *what)
+{
+    json_t *n = json_object_get(health, key);
+
+    if (json_is_integer(n) && json_integer_value(n) >= 0)
+        printf("%lld %s", (long long)json_integer_value(n), what);
+    else
+        printf("%s not counted", what);
+}
+
+/* What the driver reports, and what of that ends the server. */
+static void print_health(json_t *health)
+{
+    uint64_t n = ctl_uint(health, "xids");
+
+    label("");
+    if (!json_is_object(health)) {
+        puts("nobody watches for faults (NVML)");
+        return;
+    }
+    fputs("memory errors: ", stdout);
+    print_errors(health, "ecc_corrected", "corrected");
+    fputs(", ", stdout);
+    print_errors(health, "ecc_uncorrected", "uncorrected");
+    printf("; faults (Xid): %" PRIu64, n);
+    if (n > 0)
+        printf(", the last %" PRIu64, ctl_uint(health, "last_xid"));
+    printf("; lost by %s\n", ctl_str(health, "lost_by_xid"));
+}
+
 static void print_device(json_t *device)
 {
     static const struct {
@@ -54,6 +85,7 @@ static void print_device(json_t *device)
             printf(", %lld %s", (long long)json_integer_value(value), readings[i].unit);
     }
     printf(", driver %s\n", ctl_str(device, "driver"));
+    print_health(json_object_get(device, "health"));
 }
 
 static void print_count(const json_t *object, const char *key, const char *noun)
@@ -79,6 +111,31 @@ static void print_use(const json_t *use)
     print_clients(use);
     fputs(", ", stdout);
     print_count(use, "requests", "request");
+}
+
+static void print_limits(const json_t *limits)
+{
+    char a[CTL_TEXT_MAX], b[CTL_TEXT_MAX], c[CTL_TEXT_MAX];
+
+    label("limits");
+    fputs("a uid: ", stdout);
+    print_count(limits, "uid_connections", "connection");
+    fputs(", ", stdout);
+    print_count(limits, "uid_buffers", "buffer");
+    printf(" (%s), ", ctl_bytes(ctl_uint(limits, "uid_buffer_bytes"), a));
+    print_count(limits, "uid_requests", "request");
+    putchar('\n');
+    label("");
+    fputs("all: ", stdout);
+    print_count(limits, "total_connections", "connection");
+    printf(", buffers of %s, made ahead %s, left on a device %s\n",
+           ctl_bytes(ctl_uint(limits, "total_buffer_bytes"), a),
+           ctl_bytes(ctl_uint(limits, "spare_buffer_bytes"), b),
+           ctl_bytes(ctl_uint(limits, "device_reserve_bytes"), c));
+    label("");
+    printf("hello %s, batch %s, drain %s\n", ctl_us(ctl_uint(limits, "hello_timeout_ms") * 1000, a),
+           ctl_us(ctl_uint(limits, "batch_timeout_ms") * 1000, b),
+           ctl_us(ctl_uint(limits, "drain_timeout_ms") * 1000, c));
 }
 
 static void print_uids(json_t *uids)
@@ -134,6 +191,7 @@ static void print_status(json_t *status)
            ctl_bool(you, "admin") ? " (administrator)" : "");
     print_use(you);
     putchar('\n');
+    print_limits(json_object_get(status, "limits"));
     print_uids(json_object_get(status, "uids"));
 }
 
@@ -349,7 +407,7 @@ static int run_stats(struct ctl *ctl)
 const struct command ctl_status = {
     .name = "status",
     .args = "",
-    .summary = "Show the server, its device and its clients",
+    .summary = "Show the server, its devices, its clients and the limits in force",
     .run = run_status,
 };
 
@@ -357,6 +415,7 @@ const struct command ctl_models = {
     .name = "models",
     .args = "",
     .summary = "List the models",
+    .text = "Versions are counted over all models: each load takes the next number.",
     .run = run_models,
 };
 

@@ -237,13 +237,21 @@ static void head(FILE *out, const char *name, const char *type, const char *help
 static void put_devices(FILE *out, json_t *status)
 {
     static const struct {
-        const char *name, *type, *key, *help;
+        const char *name, *type, *in, *key, *help;
     } rows[] = {
-        {"fused_device_memory_free_bytes", "gauge", "memory_free_bytes",
+        {"fused_device_memory_free_bytes", "gauge", NULL, "memory_free_bytes",
          "Free memory of the device."},
-        {"fused_device_batches_in_flight", "gauge", "in_flight", "Batches that it has to do."},
-        {"fused_device_batches_total", "counter", "batches", "Batches that it has begun."},
-        {"fused_device_rows_total", "counter", "rows", "Rows that it has computed."},
+        {"fused_device_batches_in_flight", "gauge", NULL, "in_flight",
+         "Batches that it has to do."},
+        {"fused_device_batches_total", "counter", NULL, "batches", "Batches that it has begun."},
+        {"fused_device_rows_total", "counter", NULL, "rows", "Rows that it has computed."},
+        {"fused_device_ecc_corrected_total", "counter", "health", "ecc_corrected",
+         "Errors of its memory that were corrected, since the driver was loaded."},
+        {"fused_device_ecc_uncorrected_total", "counter", "health", "ecc_uncorrected",
+         "Errors of its memory that were not."},
+        {"fused_device_xids_total", "counter", "health", "xids",
+         "Faults that the driver reported, of any process on it."},
+        {"fused_device_last_xid", "gauge", "health", "last_xid", "The last of them; 0: none."},
     };
     json_t *devices = json_object_get(status, "devices"), *device;
     size_t k;
@@ -253,8 +261,13 @@ static void put_devices(FILE *out, json_t *status)
 
         json_array_foreach(devices, k, device)
         {
+            json_t *from = rows[i].in ? json_object_get(device, rows[i].in) : device;
+            json_int_t value = json_integer_value(json_object_get(from, rows[i].key));
+
             if (i == 0 && ctl_uint(device, "memory_total_bytes") == 0)
                 continue; /* a device without memory of its own */
+            if (!from || json_is_null(from) || value < 0)
+                continue; /* nobody watches, or it does not count that */
             if (!has_head)
                 head(out, rows[i].name, rows[i].type, rows[i].help);
             has_head = true;
@@ -263,7 +276,7 @@ static void put_devices(FILE *out, json_t *status)
             put_label(out, ctl_str(device, "name"));
             fputs(",backend=", out);
             put_label(out, ctl_str(status, "backend"));
-            fprintf(out, "} %" PRIu64 "\n", ctl_uint(device, rows[i].key));
+            fprintf(out, "} %" JSON_INTEGER_FORMAT "\n", value);
         }
     }
 }

@@ -5,6 +5,9 @@
  * ../lib/fused (an installation), so that one program runs on machines with and without it. "auto"
  * falls back to the CPU and keeps the reason, which status and log show; so it does for devices
  * that it leaves out. A path is for tests: its backend gets $FUSED_FAKE_SCRIPT.
+ *
+ * What a device's driver reports of faults is logged and shown. Which of them are the device's end
+ * the backend knows: CUDA tells the daemon itself when it was hit, so these are few.
  */
 #include "device.h"
 
@@ -178,6 +181,37 @@ int device_open(const struct config *config, struct device *ret, struct report *
     if (r == 0)
         *ret = device;
     return r;
+}
+
+/* Where nobody watches, nothing is ever new. */
+static void log_news(int index, const struct backend_health *before,
+                     const struct backend_health *now)
+{
+    uint64_t n = now->n_xids - before->n_xids;
+
+    if (n == 1)
+        log_warning("device.xid", "device %d: the driver reports Xid %u", index, now->last_xid);
+    else if (n > 1)
+        log_warning("device.xid", "device %d: the driver reports %llu faults, the last is Xid %u",
+                    index, (unsigned long long)n, now->last_xid);
+    /* What was counted before the start is no news. */
+    if (before->watched && now->ecc_uncorrected > before->ecc_uncorrected)
+        log_warning("device.memory", "device %d: %lld errors of its memory were not corrected",
+                    index, (long long)now->ecc_uncorrected);
+}
+
+int device_look(struct device *device, struct report *report)
+{
+    for (unsigned i = 0; i < device->n && device->ops->health; i++) {
+        struct backend_health *health = &device->healths[i], before = *health;
+
+        device->ops->health(device->backends[i], health);
+        log_news(device->indices[i], &before, health);
+        if (health->lost[0])
+            return report_set(report, -ENOTRECOVERABLE, "device %d: %s", device->indices[i],
+                              health->lost);
+    }
+    return 0;
 }
 
 void device_close(struct device *device)

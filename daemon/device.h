@@ -9,9 +9,10 @@
 struct device {
     const struct backend_ops *ops;
     struct backend *backends[BACKEND_DEVICES_MAX];
-    int indices[BACKEND_DEVICES_MAX]; /* as the configuration names them */
-    unsigned n;                       /* at least 1 */
-    void *object;                     /* dlopen's handle; NULL for the CPU */
+    int indices[BACKEND_DEVICES_MAX];                   /* as the configuration names them */
+    unsigned n;                                         /* at least 1 */
+    struct backend_health healths[BACKEND_DEVICES_MAX]; /* as they were last looked at */
+    void *object;                                       /* dlopen's handle; NULL for the CPU */
     char fallback[400]; /* why "auto" did not take CUDA, or not all of it; else empty */
 };
 
@@ -21,4 +22,7 @@ struct device {
  * CUDA that do not work are left out, and with none that does, the CPU computes.
  */
 int device_open(const struct config *config, struct device *ret, struct report *report);
+/* Looks how healthy they are, logs what is new, never waits. -ENOTRECOVERABLE, with the reason,
+ * when one must not be used any more. */
+int device_look(struct device *device, struct report *report);
 void device_close(struct device *device);

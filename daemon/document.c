@@ -99,13 +99,29 @@ static void put_uids(struct doc *doc, const struct uids *uids, const struct uid 
     }
 }
 
+/* nil where nobody watches. */
+static void put_health(struct doc *doc, const struct backend_health *health)
+{
+    doc_key(doc, "health");
+    if (!health->watched) {
+        doc_nil(doc);
+        return;
+    }
+    doc_map(doc, 5);
+    put_int(doc, "ecc_corrected", health->ecc_corrected);
+    put_int(doc, "ecc_uncorrected", health->ecc_uncorrected);
+    put_uint(doc, "xids", health->n_xids);
+    put_uint(doc, "last_xid", health->last_xid);
+    put_str(doc, "lost_by_xid", health->lost_by);
+}
+
 static void put_device(struct doc *doc, const struct server *server, unsigned i)
 {
     const struct backend_info *info = &server->infos[i];
     const struct place *place = &server->scheduler.places.engines[i];
     const struct registry_bytes *bytes = &server->registry.device_bytes[i];
 
-    doc_map(doc, 16);
+    doc_map(doc, 17);
     put_int(doc, "index", server->device.indices[i]);
     put_str(doc, "name", info->device);
     put_str(doc, "uuid", info->uuid);
@@ -122,13 +138,35 @@ static void put_device(struct doc *doc, const struct server *server, unsigned i)
     put_uint(doc, "rows", place->rows);
     put_uint(doc, "resident_bytes", bytes->resident);
     put_uint(doc, "arena_bytes", bytes->arena);
+    put_health(doc, &server->device.healths[i]);
+}
+
+/* As the configuration calls them. */
+static void put_limits(struct doc *doc, const struct server *server)
+{
+    const struct uids *uids = &server->uids;
+    const struct config *config = &server->config;
+
+    doc_key(doc, "limits");
+    doc_map(doc, 11);
+    put_uint(doc, "uid_buffer_bytes", uids->uid_limit[CHARGE_BUFFER_BYTES]);
+    put_uint(doc, "uid_buffers", uids->uid_limit[CHARGE_BUFFERS]);
+    put_uint(doc, "uid_connections", uids->uid_limit[CHARGE_CONNECTIONS]);
+    put_uint(doc, "uid_requests", uids->uid_limit[CHARGE_REQUESTS]);
+    put_uint(doc, "total_buffer_bytes", uids->total_limit[CHARGE_BUFFER_BYTES]);
+    put_uint(doc, "total_connections", uids->total_limit[CHARGE_CONNECTIONS]);
+    put_uint(doc, "spare_buffer_bytes", config->spare_buffer_bytes);
+    put_uint(doc, "device_reserve_bytes", config->device_reserve_bytes);
+    put_uint(doc, "hello_timeout_ms", config->hello_timeout_ms);
+    put_uint(doc, "batch_timeout_ms", config->batch_timeout_ms);
+    put_uint(doc, "drain_timeout_ms", config->drain_timeout_ms);
 }
 
 void document_status(struct doc *doc, const struct conn *conn)
 {
     const struct server *server = conn->server;
 
-    doc_map(doc, conn->peer.admin ? 13 : 12);
+    doc_map(doc, conn->peer.admin ? 14 : 13);
     put_str(doc, "server", "fused " FUSED_VERSION);
     put_str(doc, "state", server_state_name(server));
     put_uint(doc, "uptime_s", (clock_us() - server->started_us) / 1000000);
@@ -152,6 +190,7 @@ void document_status(struct doc *doc, const struct conn *conn)
     put_uint(doc, "uid", conn->peer.uid);
     put_charges(doc, conn->uid->used, true);
     put_bool(doc, "admin", conn->peer.admin);
+    put_limits(doc, server);
     put_uint(doc, "resident_bytes", server->registry.bytes.resident);
     put_uint(doc, "arena_bytes", server->registry.bytes.arena);
     if (conn->peer.admin)

@@ -5,8 +5,9 @@
  * that a signal ends it), then the socket becomes reachable and the service manager is told READY.
  *
  * One tick, four times a second, does what has no event of its own: silent connections, the age of
- * running batches, signs of life for the watchdog, progress of the start, an accept that ran out of
- * descriptors, the end of a drain. That the tick runs is itself the proof that the loop turns.
+ * running batches, how healthy devices are, signs of life for the watchdog, progress of the start,
+ * an accept that ran out of descriptors, the end of a drain. That the tick runs is itself the proof
+ * that the loop turns.
  *
  * End, one of two ways. A drain answers everything that was accepted, then tears everything down in
  * order. A lost device, or a batch that will not end, is answered and left with _exit(): nothing
@@ -276,7 +277,10 @@ static void on_tick(uv_timer_t *tick)
     struct server *server = tick->data;
     uint64_t now_us = clock_us();
     uint64_t oldest_us = scheduler_oldest_us(&server->scheduler);
+    struct report report = {""};
 
+    if (device_look(&server->device, &report) < 0)
+        server_lost(server, report.text);
     if (oldest_us < now_us &&
         now_us - oldest_us >= (uint64_t)server->config.batch_timeout_ms * 1000)
         server_lost(server, "a batch runs longer than batch_timeout_ms");
@@ -533,7 +537,7 @@ static int ask_devices(struct server *server, struct report *report)
     }
     if (device->fallback[0] && device->ops == backend_cpu())
         log_warning("device.fallback", "computing on the CPU: %s", device->fallback);
-    return 0;
+    return device_look(&server->device, report);
 }
 
 /* Everything that can be refused before the loop turns. */

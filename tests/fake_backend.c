@@ -26,6 +26,9 @@
  *   oom_memory_over=N  more than N bytes of it are not there
  *   forget=N           every N-th thing given back, pages or memory, is not
  *   open_fails=1       there is no device
+ *   xid_ms=N:X         N ms after it was opened its driver reports the fault X
+ *   xid_lost=1         which is the device's end
+ *   ecc=N:U            errors of its memory that were corrected, and that were not, from then on
  */
 #include <errno.h>
 #include <stdatomic.h>
@@ -45,7 +48,7 @@ struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
         device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, forget,
-        cost_step, cost_step_us, memory_mib;
+        cost_step, cost_step_us, memory_mib, xid_ms, xid, xid_lost, ecc_corrected, ecc_uncorrected;
 };
 
 struct slot {
@@ -59,6 +62,7 @@ struct backend {
     int device;
     struct script script;
     long n_started;
+    double opened_ms;
     struct slot slots[BACKEND_SLOTS_MAX];
     atomic_long n_pinned, n_memory, memory_bytes, n_given_back;
     atomic_long n_loads, n_pins, n_memories; /* asked for, whatever came of it */
@@ -115,6 +119,9 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"only", &script->only, NULL},
         {"memory_mib", &script->memory_mib, NULL},
         {"cost_step", &script->cost_step, &script->cost_step_us},
+        {"xid_ms", &script->xid_ms, &script->xid},
+        {"xid_lost", &script->xid_lost, NULL},
+        {"ecc", &script->ecc_corrected, &script->ecc_uncorrected},
     };
 
     script->slots = 1;
@@ -146,6 +153,7 @@ static int fake_open(const struct backend_options *options, struct backend **ret
     if (!backend)
         return report_set(report, -ENOMEM, "out of memory");
     backend->device = options->device;
+    backend->opened_ms = now_ms();
     /* In CUDA's place it is given none. */
     r = script_parse(options->script ? options->script : getenv("FUSED_FAKE_SCRIPT"),
                      &backend->script, report);
@@ -153,7 +161,7 @@ static int fake_open(const struct backend_options *options, struct backend **ret
         backend->script.fail_batch = backend->script.fail_start = backend->script.fail_job =
             backend->script.hang_from = backend->script.sticky_from = backend->script.lost_load =
                 backend->script.lost_memory = backend->script.open_fails =
-                    backend->script.oom_load_over = 0;
+                    backend->script.oom_load_over = backend->script.xid = 0;
     cost_step = backend->script.cost_step;
     cost_step_us = backend->script.cost_step_us;
     if (r == 0 && backend->script.open_fails)
@@ -168,6 +176,8 @@ static int fake_open(const struct backend_options *options, struct backend **ret
         fake_ops.pin = NULL;
     if (!backend->script.device_memory)
         fake_ops.memory_create = NULL;
+    if (backend->script.xid_ms == 0)
+        fake_ops.health = NULL;
     *ret = backend;
     return 0;
 }
@@ -193,6 +203,22 @@ static void fake_info(struct backend *backend, struct backend_info *ret)
     if (ret->memory_total_bytes > 0)
         ret->memory_free_bytes =
             ret->memory_total_bytes - (uint64_t)atomic_load(&backend->memory_bytes);
+}
+
+static void fake_health(struct backend *backend, struct backend_health *ret)
+{
+    const struct script *script = &backend->script;
+    bool is_time = now_ms() - backend->opened_ms >= (double)script->xid_ms;
+
+    *ret = (struct backend_health){.watched = true, .lost_by = "those of the script"};
+    if (!is_time)
+        return;
+    ret->ecc_corrected = script->ecc_corrected;
+    ret->ecc_uncorrected = script->ecc_uncorrected;
+    ret->n_xids = script->xid > 0;
+    ret->last_xid = (unsigned)script->xid;
+    if (script->xid > 0 && script->xid_lost)
+        snprintf(ret->lost, sizeof(ret->lost), "the driver reports Xid %ld", script->xid);
 }
 
 /* Counts a call, which ends so when the device is lost by then. */
@@ -427,6 +453,7 @@ static struct backend_ops fake_ops = {
     .open = fake_open,
     .close = fake_close,
     .info = fake_info,
+    .health = fake_health,
     .load = fake_load,
     .plan_info = fake_plan_info,
     .unload = fake_unload,

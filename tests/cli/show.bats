@@ -37,6 +37,47 @@ setup() {
     expect_output "^you +uid $(id -u) \(administrator\), 1 connection, 0 buffers \(0 B\), [0-9]+ requests?$"
 }
 
+@test "status: the limits in force" {
+    run "$fusectl" status
+    expect_output '^limits +a uid: 256 connections, 256 buffers \(4\.0 GiB\), 1024 requests$'
+    expect_output '^ +all: 4096 connections, buffers of [0-9.]+ GiB, made ahead 256\.0 MiB, left on a device 1\.0 GiB$'
+    expect_output '^ +hello 5\.00 s, batch 30\.00 s, drain 30\.00 s$'
+    run "$fusectl" status --json
+    expect_output '"limits": ?\{"uid_buffer_bytes": ?4294967296,'
+}
+
+# G-13, on the scripted backend.
+@test "status and metrics: what the driver of a device reports" {
+    local other=$BATS_TEST_TMPDIR/o pid i
+    make_models "$BATS_TEST_TMPDIR/models" a_5x37x96_g12
+    FUSED_FAKE_SCRIPT="memory_mib=4096;xid_ms=1:31;ecc=12:3" "$B/fused" --config config/fused.conf --socket "$other" \
+        --backend "$B/fake-backend.so" --models "$BATS_TEST_TMPDIR/models" >"$BATS_TEST_TMPDIR/log" 2>&1 3>&- &
+    pid=$!
+    for ((i = 0; i < 100; i++)); do
+        ! "$fusectl" --socket "$other" status 2>/dev/null | grep -q 'Xid): 1' || break
+        sleep 0.1
+    done
+    run "$fusectl" --socket "$other" status
+    output2=$output
+    run "$fusectl" --socket "$other" metrics
+    kill $pid
+    wait $pid
+    expect_output '^fused_device_ecc_corrected_total\{index="0",device=".*",backend="fake"\} 12$'
+    expect_output '^fused_device_ecc_uncorrected_total\{.*\} 3$'
+    expect_output '^fused_device_xids_total\{.*\} 1$'
+    expect_output '^fused_device_last_xid\{.*\} 31$'
+    output=$output2
+    expect_output '^ +memory errors: 12 corrected, 3 uncorrected; faults \(Xid\): 1, the last 31; lost by those of the script$'
+}
+
+@test "metrics leave out what nobody watches" {
+    run "$fusectl" metrics
+    expect_status 0
+    [[ $output != *fused_device_ecc* ]]
+    [[ $output != *fused_device_xid* ]]
+    expect_output '^fused_device_batches_total\{'
+}
+
 @test "status --json: one object" {
     run "$fusectl" status --json
     expect_status 0
