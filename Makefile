@@ -46,7 +46,7 @@ SRC_proto   := $(wildcard proto/*.c)
 SRC_kernels := $(wildcard kernels/*.c)
 SRC_cpu     := $(wildcard kernels/cpu/*.c)
 SRC_daemon  := $(filter-out daemon/main.c,$(wildcard daemon/*.c))
-SRC_lib     := client/fused.c client/ask.c client/link.c client/rejoin.c client/device.c
+SRC_lib     := client/fused.c client/ask.c client/calls.c client/link.c client/rejoin.c client/device.c
 SRC_cli     := $(filter-out $(SRC_lib) client/fusectl.c client/example.c,$(wildcard client/*.c))
 obj = $(patsubst %,$(B)/obj/%.o,$(1))
 

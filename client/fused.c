@@ -109,7 +109,7 @@ int fused_connect(const char *socket, const char *name, struct fused **ret)
         return connect_fail(socket, -ENOMEM, "");
     f->pid = getpid();
     f->timeout_ms = f->socket = f->reply_fd = f->loop_fd = f->timer_fd = -1;
-    f->first_free = f->first_done = f->last_done = LINK_NONE;
+    calls_init(&f->calls);
     f->wake_ms = LINK_FOREVER;
     f->unread_max = PROTO_UNREAD_MAX;
     snprintf(f->path, sizeof f->path, "%s", socket);
@@ -160,11 +160,7 @@ void fused_close(struct fused *f)
     close_fd(f->timer_fd);
     for (struct fused_buffer *b = f->buffers; b; b = b->next)
         b->f = NULL;
-    for (uint32_t k = 0; k < f->n_calls; k++) {
-        free(f->calls[k].datagram);
-        free(f->calls[k].bytes);
-    }
-    free(f->calls);
+    calls_deinit(&f->calls);
     free(f->kept);
     free(f->hello);
     codec_free(f->codec);
@@ -221,7 +217,7 @@ int fused_fd(const struct fused *connection)
 
 unsigned fused_in_flight(const struct fused *f)
 {
-    return f && f->pid == getpid() ? f->n_inferences : 0;
+    return f && f->pid == getpid() ? f->calls.n_inferences : 0;
 }
 
 /* ---- buffers ---- */
@@ -402,11 +398,11 @@ void fused_buffer_free(struct fused_buffer *buffer)
         if (buffer->next)
             buffer->next->link = buffer->link;
         /* Results that come later must not point at it. */
-        for (uint32_t k = 0; k < f->n_calls; k++) {
-            if (f->calls[k].result.output.buffer == buffer)
-                f->calls[k].result.output.buffer = NULL;
-            if (f->calls[k].input == buffer)
-                f->calls[k].input = NULL;
+        for (uint32_t k = 0; k < f->calls.n; k++) {
+            if (f->calls.rows[k].result.output.buffer == buffer)
+                f->calls.rows[k].result.output.buffer = NULL;
+            if (f->calls.rows[k].input == buffer)
+                f->calls.rows[k].input = NULL;
         }
         if (f->joining == buffer)
             f->joining = NULL;
@@ -535,11 +531,11 @@ static int submit(struct fused *f, const struct fused_infer *call, int64_t deadl
     if (call->deadline_us != 0 && f->reconnect_ms != 0)
         like.deadline_ms = deadline_of(call->deadline_us);
     /* Many answers may be waiting; reading them early keeps the server's queue short. */
-    while (f->n_unanswered >= f->unread_max / 2 && link_receive(f) > 0)
+    while (f->calls.n_unanswered >= f->unread_max / 2 && link_receive(f) > 0)
         ;
     r = link_post(f, &request, -1, deadline, &like, ret_index);
     if (r == 0)
-        f->n_inferences++;
+        f->calls.n_inferences++;
     return r;
 }
 
@@ -553,7 +549,7 @@ int fused_submit(struct fused *f, const struct fused_infer *call, uint64_t *ret_
         return r;
     r = submit(f, call, link_deadline(f->timeout_ms), &index);
     if (r == 0 && ret_id)
-        *ret_id = f->calls[index].id;
+        *ret_id = f->calls.rows[index].id;
     return r;
 }
 
@@ -563,9 +559,9 @@ static int wait_done(struct fused *f, uint32_t index, int64_t deadline)
 {
     int r = 0;
 
-    while (f->calls[index].state != CALL_DONE && r == 0) {
+    while (f->calls.rows[index].state != CALL_DONE && r == 0) {
         r = link_wait(f, deadline);
-        if (f->calls[index].state == CALL_DONE)
+        if (f->calls.rows[index].state == CALL_DONE)
             r = 0; /* a broken connection ends every request, too */
     }
     return r;
@@ -589,12 +585,12 @@ int fused_run(struct fused *f, const struct fused_infer *call, struct fused_resu
     r = wait_done(f, index, deadline);
     if (r < 0) {
         /* Stays in flight; the caller's own memory is not written any more. */
-        f->calls[index].result.output.data = NULL;
-        result = f->calls[index].result;
+        f->calls.rows[index].result.output.data = NULL;
+        result = f->calls.rows[index].result;
         result.code = r;
         cancel.cancel.target = result.id;
-        f->calls[index].is_cancelled = true;
-        if (f->calls[index].state == CALL_HELD)
+        f->calls.rows[index].is_cancelled = true;
+        if (f->calls.rows[index].state == CALL_HELD)
             link_finish(f, index, FUSED_CANCELLED, "the request was cancelled");
         else
             link_post(f, &cancel, -1, link_deadline(0), &(struct call){.state = CALL_DROPPED},
@@ -617,24 +613,24 @@ int fused_next(struct fused *f, int timeout_ms, struct fused_result *ret)
     if (r < 0)
         return r;
     deadline = link_deadline(timeout_ms < 0 ? f->timeout_ms : timeout_ms);
-    while (f->first_done == LINK_NONE) {
-        if (f->n_inferences == 0 || timeout_ms == 0) {
+    while (f->calls.first_done == CALLS_NONE) {
+        if (f->calls.n_inferences == 0 || timeout_ms == 0) {
             r = link_receive(f);
-            if (f->first_done != LINK_NONE)
+            if (f->calls.first_done != CALLS_NONE)
                 break;
-            if (r < 0 && f->n_inferences == 0)
+            if (r < 0 && f->calls.n_inferences == 0)
                 return r;
             if (r == 0)
-                return f->n_inferences == 0 ? -ENOENT : -EAGAIN;
+                return f->calls.n_inferences == 0 ? -ENOENT : -EAGAIN;
             continue;
         }
         r = link_wait(f, deadline);
         if (r == -ETIMEDOUT && timeout_ms > 0)
             return -EAGAIN;
-        if (r < 0 && f->first_done == LINK_NONE)
+        if (r < 0 && f->calls.first_done == CALLS_NONE)
             return r;
     }
-    link_take(f, f->first_done, ret);
+    link_take(f, f->calls.first_done, ret);
     return 0;
 }
 
@@ -646,8 +642,8 @@ int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result
     r = enter_for(f, ret);
     if (r < 0)
         return r;
-    index = link_find(f, id);
-    if (index == LINK_NONE || f->calls[index].verb != VERB_INFER)
+    index = calls_find(&f->calls, id);
+    if (index == CALLS_NONE || f->calls.rows[index].verb != VERB_INFER)
         return link_fail(f, -ENOENT, "no such request is in flight");
     r = wait_done(f, index, link_deadline(timeout_ms < 0 ? f->timeout_ms : timeout_ms));
     if (r < 0)
@@ -668,18 +664,18 @@ int fused_cancel(struct fused *f, uint64_t id)
     r = link_enter(f);
     if (r < 0)
         return r;
-    index = link_find(f, id);
-    if (index == LINK_NONE || f->calls[index].verb != VERB_INFER ||
-        f->calls[index].state == CALL_DONE)
+    index = calls_find(&f->calls, id);
+    if (index == CALLS_NONE || f->calls.rows[index].verb != VERB_INFER ||
+        f->calls.rows[index].state == CALL_DONE)
         return link_fail(f, FUSED_NOT_FOUND, "%s", gone);
-    f->calls[index].is_cancelled = true;
-    if (f->calls[index].state == CALL_HELD) {
+    f->calls.rows[index].is_cancelled = true;
+    if (f->calls.rows[index].state == CALL_HELD) {
         link_finish(f, index, FUSED_CANCELLED, "the request was cancelled");
         return 0;
     }
     r = transact_in_time(f, &request, -1);
-    index = link_find(f, id);
-    if (r == -EPIPE && index != LINK_NONE && f->calls[index].result.code == FUSED_CANCELLED)
+    index = calls_find(&f->calls, id);
+    if (r == -EPIPE && index != CALLS_NONE && f->calls.rows[index].result.code == FUSED_CANCELLED)
         return 0; /* its server is gone, and no other gets it */
     if (r != 0)
         return r;

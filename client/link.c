@@ -1,11 +1,10 @@
 /*
- * link.c - one connection of the client library: its socket, its requests in flight
+ * link.c - one connection of the client library: requests out, answers in
  *
- * Every request has a row in the table of calls until its answer was taken; the row's index is the
- * low half of the request's id, so that an answer finds it at once and a foreign id finds nothing.
- * Answers come in any order: whoever waits takes in whatever arrives, results of inferences go to
- * the done queue, and the answer waited for ends the wait. Nobody waits for a dropped call (a
- * release, or a call that timed out); its answer is thrown away when it comes.
+ * Every request has a row in the table of calls (calls.h) until its answer was taken. Answers come
+ * in any order: whoever waits takes in whatever arrives, results of inferences go to the done
+ * queue, and the answer waited for ends the wait. Nobody waits for a dropped call (a release, or a
+ * call that timed out); its answer is thrown away when it comes.
  *
  * The server closes a connection that leaves too many answers unread, so never more requests, nor
  * bytes of inline results, than that are unanswered: sending waits for an answer first. Each answer
@@ -85,58 +84,13 @@ int link_enter(struct fused *f)
     return 0;
 }
 
-/* ---- the table of calls ---- */
-
-static bool calls_grow(struct fused *f)
-{
-    uint32_t n = f->n_calls ? 2 * f->n_calls : 16;
-    struct call *calls;
-
-    if (n > LINK_CALLS_MAX)
-        return false;
-    calls = realloc(f->calls, n * sizeof *calls);
-    if (!calls)
-        return false;
-    for (uint32_t k = f->n_calls; k < n; k++)
-        calls[k] = (struct call){.next = k + 1 < n ? k + 1 : LINK_NONE};
-    f->first_free = f->n_calls;
-    f->calls = calls;
-    f->n_calls = n;
-    return true;
-}
+/* ---- requests in flight ---- */
 
 int link_new_call(struct fused *f, const struct call *like, uint32_t *ret_index)
 {
-    uint32_t index;
+    int r = calls_add(&f->calls, like, ret_index);
 
-    if (f->first_free == LINK_NONE && !calls_grow(f))
-        return link_fail(f, f->n_calls < LINK_CALLS_MAX ? -ENOMEM : -ENOBUFS,
-                         "too many requests in flight");
-    index = f->first_free;
-    f->first_free = f->calls[index].next;
-    f->calls[index] = *like;
-    f->calls[index].state = CALL_NEW;
-    f->calls[index].id = ++f->n_ids * LINK_CALLS_MAX + index;
-    f->calls[index].result.id = f->calls[index].id;
-    *ret_index = index;
-    return 0;
-}
-
-static void call_free(struct fused *f, uint32_t index)
-{
-    free(f->calls[index].datagram);
-    free(f->calls[index].bytes);
-    f->calls[index] = (struct call){.next = f->first_free};
-    f->first_free = index;
-}
-
-uint32_t link_find(const struct fused *f, uint64_t id)
-{
-    uint32_t index = (uint32_t)(id % LINK_CALLS_MAX);
-
-    return index < f->n_calls && f->calls[index].state != CALL_FREE && f->calls[index].id == id
-               ? index
-               : LINK_NONE;
+    return r < 0 ? link_fail(f, r, "too many requests in flight") : 0;
 }
 
 /* A time in the past makes the timer readable at once and until it is set again; none at all never.
@@ -144,7 +98,7 @@ uint32_t link_find(const struct fused *f, uint64_t id)
 void link_signal(struct fused *f)
 {
     struct itimerspec spec = {0};
-    int64_t at = f->first_done != LINK_NONE ? 0 : f->wake_ms;
+    int64_t at = f->calls.first_done != CALLS_NONE ? 0 : f->wake_ms;
 
     if (f->timer_fd < 0)
         return;
@@ -161,89 +115,35 @@ void link_wake_at(struct fused *f, int64_t ms)
     link_signal(f);
 }
 
-/* No answer is to come any more. */
-static void uncount(struct fused *f, struct call *call)
+static void done(struct fused *f, uint32_t index)
 {
-    if (call->state == CALL_SENT || call->state == CALL_HELD || call->state == CALL_DROPPED) {
-        f->n_unanswered--;
-        f->unanswered_bytes -= call->answer_bytes;
-    }
-    if (call->state == CALL_HELD)
-        f->n_held--;
-    if (call->state == CALL_ORPHAN)
-        f->n_orphans--;
-}
-
-void link_drop(struct fused *f, uint32_t index)
-{
-    uncount(f, &f->calls[index]);
-    call_free(f, index);
-}
-
-static void done_push(struct fused *f, uint32_t index)
-{
-    struct call *call = &f->calls[index];
-
-    call->state = CALL_DONE;
-    call->next = LINK_NONE;
-    call->previous = f->last_done;
-    if (f->last_done != LINK_NONE)
-        f->calls[f->last_done].next = index;
-    else
-        f->first_done = index;
-    f->last_done = index;
-    if (f->first_done == index)
+    calls_done(&f->calls, index);
+    if (f->calls.first_done == index)
         link_signal(f);
 }
 
 void link_take(struct fused *f, uint32_t index, struct fused_result *ret)
 {
-    struct call *call = &f->calls[index];
-
-    if (call->previous != LINK_NONE)
-        f->calls[call->previous].next = call->next;
-    else
-        f->first_done = call->next;
-    if (call->next != LINK_NONE)
-        f->calls[call->next].previous = call->previous;
-    else
-        f->last_done = call->previous;
-    if (f->first_done == LINK_NONE)
+    calls_take(&f->calls, index, ret, &f->kept);
+    if (f->calls.first_done == CALLS_NONE)
         link_signal(f);
-    f->kept = take_ptr(call->bytes);
-    f->n_inferences--;
-    *ret = call->result;
     if (ret->code != 0)
         link_fail(f, 0, "%s", ret->text);
-    call_free(f, index);
 }
 
 void link_finish(struct fused *f, uint32_t index, int code, const char *text)
 {
-    struct call *call = &f->calls[index];
+    struct call *call = &f->calls.rows[index];
 
     if (call->verb != VERB_INFER) {
-        link_drop(f, index);
+        calls_drop(&f->calls, index);
         return;
     }
-    uncount(f, call);
     call->result.code = code;
     call->result.output = (struct fused_tensor){0};
     copy_text(call->result.text, sizeof call->result.text,
               (struct proto_str){text, (uint32_t)strlen(text)});
-    done_push(f, index);
-}
-
-void link_hold(struct fused *f, uint32_t index)
-{
-    struct call *call = &f->calls[index];
-
-    if (call->state == CALL_SENT)
-        call->result.repeats++;
-    else
-        f->n_unanswered++, f->unanswered_bytes += call->answer_bytes;
-    call->state = CALL_HELD;
-    f->n_held++;
+    done(f, index);
 }
 
 int link_break(struct fused *f, int error, const char *text)
@@ -252,13 +152,13 @@ int link_break(struct fused *f, int error, const char *text)
         return f->broken;
     f->broken = error;
     link_fail(f, error, "%s", text);
-    for (uint32_t k = 0; k < f->n_calls; k++) {
-        enum call_state state = f->calls[k].state;
+    for (uint32_t k = 0; k < f->calls.n; k++) {
+        enum call_state state = f->calls.rows[k].state;
 
         if (state == CALL_SENT || state == CALL_HELD)
             link_finish(f, k, error, f->text);
         else if (state == CALL_DROPPED || state == CALL_ORPHAN || state == CALL_JOIN)
-            link_drop(f, k);
+            calls_drop(&f->calls, k);
     }
     link_wake_at(f, LINK_FOREVER);
     return error;
@@ -281,7 +181,7 @@ int link_take_hello(struct fused *f)
     f->unread_max = PROTO_UNREAD_MAX;
     if (scan_find(hello, f->n_hello, "limits.unread_replies", &limit, &n) == 0 &&
         scan_item(limit, n, &pos, &item) == 0 && item.type == SCAN_UINT && item.u > 0 &&
-        item.u < LINK_CALLS_MAX)
+        item.u < CALLS_MAX)
         f->unread_max = (uint32_t)item.u;
     return 0;
 }
@@ -339,18 +239,10 @@ static const char *place_output(struct call *call, const struct proto_tensor *fr
     return NULL;
 }
 
-void link_orphan(struct fused *f, uint32_t index, uint32_t handle)
-{
-    f->calls[index].state = CALL_ORPHAN;
-    f->calls[index].answer_bytes = 0;
-    f->calls[index].buffer = handle;
-    f->n_orphans++;
-}
-
 static const char *finish_inference(struct fused *f, uint32_t index)
 {
     const struct proto_infer_reply *infer = &f->reply.infer;
-    struct call *call = &f->calls[index];
+    struct call *call = &f->calls.rows[index];
     struct fused_result *result = &call->result;
     const char *wrong = NULL;
 
@@ -371,7 +263,7 @@ static const char *finish_inference(struct fused *f, uint32_t index)
         result->constant = infer->constant;
         result->n_full = infer->n_full;
     }
-    done_push(f, index);
+    done(f, index);
     return NULL;
 }
 
@@ -381,12 +273,12 @@ static const char *dispatch(struct fused *f, int *fd)
 {
     const struct proto_reply *reply = &f->reply;
     bool brings_fd = reply->verb == VERB_BUFFER_CREATE && !reply->error;
-    uint32_t index = reply->has_id ? link_find(f, reply->id) : LINK_NONE;
+    uint32_t index = reply->has_id ? calls_find(&f->calls, reply->id) : CALLS_NONE;
     struct call *call;
 
-    if (index == LINK_NONE)
+    if (index == CALLS_NONE)
         return "an answer to a request that was not made";
-    call = &f->calls[index];
+    call = &f->calls.rows[index];
     if (call->state != CALL_SENT && call->state != CALL_DROPPED && call->state != CALL_JOIN)
         return "two answers to one request";
     if (reply->verb != call->verb && !(reply->error && reply->verb == VERB_COUNT))
@@ -399,19 +291,18 @@ static const char *dispatch(struct fused *f, int *fd)
     }
     if (f->reconnect_ms != 0 && rejoin_hold(f, index))
         return NULL;
-    uncount(f, call);
     if (call->verb == VERB_INFER)
         return finish_inference(f, index);
     if (call->state == CALL_DROPPED && !reply->error &&
         (reply->verb == VERB_BUFFER_CREATE || reply->verb == VERB_BUFFER_REGISTER)) {
-        link_orphan(f, index, reply->buffer.buffer);
+        calls_orphan(&f->calls, index, reply->buffer.buffer);
         return NULL;
     }
     if (call->state == CALL_SENT) {
         f->answered_id = reply->id;
         f->reply_fd = take_fd(fd);
     }
-    call_free(f, index);
+    calls_drop(&f->calls, index);
     return NULL;
 }
 
@@ -431,32 +322,29 @@ static int lose(struct fused *f, int error, const char *text)
 /* The server closes a connection for which more answers wait than these limits. */
 static bool has_room(const struct fused *f, const struct call *like)
 {
-    return f->n_unanswered < f->unread_max &&
-           (f->n_unanswered == 0 ||
-            f->unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
+    return f->calls.n_unanswered < f->unread_max &&
+           (f->calls.n_unanswered == 0 ||
+            f->calls.unanswered_bytes + like->answer_bytes <= PROTO_UNREAD_BYTES_MAX);
 }
 
 /* Gives back what is there for nobody, as far as that goes without waiting. Not by way of f->tx: a
  * request may be on its way out of it. */
 static void return_orphans(struct fused *f)
 {
-    for (uint32_t k = 0; k < f->n_calls && f->n_orphans > 0 && f->state == LINK_UP; k++) {
+    for (uint32_t k = 0; k < f->calls.n && f->calls.n_orphans > 0 && f->state == LINK_UP; k++) {
         struct proto_request request = {.verb = VERB_BUFFER_RELEASE};
-        struct call *call = &f->calls[k];
+        struct call *call = &f->calls.rows[k];
         uint8_t bytes[64];
         int n;
 
         if (call->state != CALL_ORPHAN)
             continue;
-        call->id = request.id = ++f->n_ids * LINK_CALLS_MAX + k;
+        request.id = calls_new_id(&f->calls, k);
         request.buffer_release.buffer = call->buffer;
         n = codec_encode_request(&request, bytes, sizeof bytes);
         if (n < 0 || !has_room(f, call) || wire_send(f->socket, bytes, (size_t)n, -1) < 0)
             return;
-        call->verb = VERB_BUFFER_RELEASE;
-        call->state = CALL_DROPPED;
-        f->n_orphans--;
-        f->n_unanswered++;
+        calls_returned(&f->calls, k);
     }
 }
 
@@ -599,9 +487,9 @@ static int wait_turn(struct fused *f, enum verb verb, int64_t deadline, const st
 {
     int r;
 
-    while (!f->broken &&
-           (!has_room(f, like) ||
-            (verb != VERB_INFER && (f->state != LINK_UP || (f->n_held > 0 && !f->is_leaving))))) {
+    while (!f->broken && (!has_room(f, like) ||
+                          (verb != VERB_INFER &&
+                           (f->state != LINK_UP || (f->calls.n_held > 0 && !f->is_leaving))))) {
         if (like->state == CALL_DROPPED && f->state != LINK_UP)
             return -EPIPE; /* of the old server, which has forgotten it */
         r = link_wait(f, deadline);
@@ -614,7 +502,7 @@ static int wait_turn(struct fused *f, enum verb verb, int64_t deadline, const st
 static int post_row(struct fused *f, uint32_t index, size_t n, int fd, int64_t deadline,
                     enum call_state state)
 {
-    struct call *call = &f->calls[index];
+    struct call *call = &f->calls.rows[index];
     int r = -ECONNRESET;
 
     if (f->reconnect_ms != 0 && state == CALL_SENT && may_repeat(call->verb)) {
@@ -627,19 +515,16 @@ static int post_row(struct fused *f, uint32_t index, size_t n, int fd, int64_t d
     }
     if (!call->datagram || f->wake_ms == LINK_FOREVER || call->verb != VERB_INFER)
         r = send_out(f, n, fd, deadline);
-    call = &f->calls[index];
+    call = &f->calls.rows[index];
     if (r == -ECONNRESET && call->datagram) {
-        link_hold(f, index);
+        calls_hold(&f->calls, index);
         link_wake_at(f, 0);
         return 0;
     }
     if (r == -ECONNRESET)
         return link_fail(f, -EPIPE, "the server closed the connection");
-    if (r == 0) {
-        call->state = state;
-        f->n_unanswered++;
-        f->unanswered_bytes += call->answer_bytes;
-    }
+    if (r == 0)
+        calls_sent(&f->calls, index, state);
     return r;
 }
 
@@ -655,15 +540,15 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
         r = link_new_call(f, like, &index);
     if (r < 0)
         return r;
-    f->calls[index].verb = request->verb;
-    request->id = f->calls[index].id;
+    f->calls.rows[index].verb = request->verb;
+    request->id = f->calls.rows[index].id;
     r = codec_encode_request(request, f->tx, sizeof f->tx);
     if (r < 0)
         link_fail_errno(f, r);
     else
         r = post_row(f, index, (size_t)r, fd, deadline, like->state);
     if (r < 0) {
-        call_free(f, index);
+        calls_drop(&f->calls, index);
         return r;
     }
     *ret_index = index;
@@ -672,25 +557,25 @@ int link_post(struct fused *f, struct proto_request *request, int fd, int64_t de
 
 void link_release(struct fused *f, uint32_t handle)
 {
-    uint32_t index = LINK_NONE;
+    uint32_t index = CALLS_NONE;
 
     if (f->broken || link_new_call(f, &(struct call){.fd = -1}, &index) < 0)
         return;
-    link_orphan(f, index, handle);
+    calls_orphan(&f->calls, index, handle);
     return_orphans(f);
 }
 
 /* Nobody waits for that answer any more. */
 static void give_up(struct fused *f, uint64_t id)
 {
-    uint32_t index = link_find(f, id);
+    uint32_t index = calls_find(&f->calls, id);
 
-    if (index == LINK_NONE)
+    if (index == CALLS_NONE)
         return;
-    if (f->calls[index].state == CALL_HELD)
-        link_drop(f, index);
+    if (f->calls.rows[index].state == CALL_HELD)
+        calls_drop(&f->calls, index);
     else
-        f->calls[index].state = CALL_DROPPED;
+        f->calls.rows[index].state = CALL_DROPPED;
 }
 
 int link_transact(struct fused *f, struct proto_request *request, int fd, int64_t deadline)
@@ -703,7 +588,7 @@ int link_transact(struct fused *f, struct proto_request *request, int fd, int64_
         return r;
     f->answered_id = 0;
     while (f->answered_id != request->id) {
-        if (!f->broken && link_find(f, request->id) == LINK_NONE)
+        if (!f->broken && calls_find(&f->calls, request->id) == CALLS_NONE)
             return link_fail(f, -EPIPE, "the server went away before it answered");
         r = link_wait(f, deadline);
         if (r < 0) {

@@ -1,5 +1,5 @@
 /*
- * link.h - one connection of the client library: its socket, its requests in flight
+ * link.h - one connection of the client library: requests out, answers in
  *
  * What fused.c builds the public calls on. `struct fused` is the connection.
  */
@@ -7,51 +7,16 @@
 
 #include <sys/types.h>
 
+#include "calls.h"
 #include "fused.h"
 #include "proto/base.h"
 #include "proto/codec.h"
 #include "proto/shm.h"
 
-#define LINK_CALLS_MAX 65536u
-#define LINK_NONE      UINT32_MAX
-#define LINK_FOREVER   INT64_MAX
-
-/* SENT: somebody waits. HELD: somebody waits, and it is sent when the server is back. DROPPED:
- * nobody waits. JOIN: a request of rejoin.c. ORPHAN: a buffer that is nobody's, and goes back as
- * soon as the server takes requests. DONE: an inference whose result was not taken yet. */
-enum call_state {
-    CALL_FREE,
-    CALL_NEW,
-    CALL_SENT,
-    CALL_HELD,
-    CALL_DROPPED,
-    CALL_JOIN,
-    CALL_ORPHAN,
-    CALL_DONE
-};
+#define LINK_FOREVER INT64_MAX
 
 /* DOWN: the next try to connect comes at retry_ms. JOINING: connected, hello or buffers first. */
 enum link_state { LINK_UP, LINK_DOWN, LINK_JOINING };
-
-struct call {
-    uint64_t id;
-    enum call_state state;
-    enum verb verb;
-    uint32_t answer_bytes;   /* that its answer may have */
-    uint32_t previous, next; /* in the done queue, or next in the free list */
-    uint8_t *datagram;       /* to be sent again, n_datagram bytes, with fd; NULL: not to be */
-    uint32_t n_datagram;
-    int fd;            /* borrowed from the call that waits, or -1 */
-    unsigned n_losses; /* servers that ended while they had it */
-    /* Of an inference: */
-    bool is_compact, in_buffer, is_cancelled;
-    int64_t deadline_ms; /* when has_deadline was asked for, else LINK_FOREVER */
-    struct fused_buffer *input;
-    uint32_t buffer;            /* handle, when in_buffer, and of an orphan */
-    uint64_t room_bytes;        /* of the output that was declared, if one was */
-    void *bytes;                /* inline result that the caller gave no place for; owned */
-    struct fused_result result; /* id and user from the start; output as asked, then as answered */
-};
 
 struct fused {
     int socket;
@@ -61,14 +26,8 @@ struct fused {
     char path[108], name[PROTO_NAME_MAX + 1];
     struct codec *codec;
 
-    struct call *calls;
-    uint32_t n_calls, first_free, first_done, last_done;
-    uint32_t n_unanswered; /* SENT, HELD and DROPPED */
-    uint32_t unanswered_bytes;
-    uint32_t n_inferences; /* SENT, HELD and DONE */
-    uint32_t n_orphans, n_held;
-    uint32_t unread_max;
-    uint64_t n_ids;
+    struct calls calls;
+    uint32_t unread_max; /* answers that the server bears unread */
 
     struct fused_buffer *buffers;
     void *kept;     /* inline result handed out last, valid until the next call */
@@ -114,24 +73,12 @@ int64_t link_now_ms(void);
 /* An instant for the functions below; a negative timeout is none. */
 int64_t link_deadline(int timeout_ms);
 
-/* The row of a request in flight, or LINK_NONE. */
-uint32_t link_find(const struct fused *f, uint64_t id);
-
-/* Takes a free row for a call that is like `like`, with a new id, in state CALL_NEW. */
+/* calls_add(), with an error text. */
 int link_new_call(struct fused *f, const struct call *like, uint32_t *ret_index);
-
-/* Frees a row, and the room for its answer if one was to come. */
-void link_drop(struct fused *f, uint32_t index);
 
 /* Ends a request without an answer: an inference is done, with that code; of others the row is
  * freed, which is what their waiting call looks for. */
 void link_finish(struct fused *f, uint32_t index, int code, const char *text);
-
-/* Keeps a request until it can be sent. */
-void link_hold(struct fused *f, uint32_t index);
-
-/* A buffer that is nobody's: the row gives it back. */
-void link_orphan(struct fused *f, uint32_t index, uint32_t handle);
 
 /* Hands the result of a row in state CALL_DONE over and frees the row. */
 void link_take(struct fused *f, uint32_t index, struct fused_result *ret);

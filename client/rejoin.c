@@ -35,7 +35,7 @@ static int64_t limit_from(const struct fused *f, int64_t now)
 
 static void lose_call(struct fused *f, uint32_t index)
 {
-    struct call *call = &f->calls[index];
+    struct call *call = &f->calls.rows[index];
 
     switch (call->state) {
     case CALL_SENT:
@@ -44,10 +44,10 @@ static void lose_call(struct fused *f, uint32_t index)
         else if (!call->datagram || ++call->n_losses > REJOIN_LOSSES_MAX)
             link_finish(f, index, -EPIPE, "the server went away before it answered");
         else
-            link_hold(f, index);
+            calls_hold(&f->calls, index);
         break;
     case CALL_DROPPED:
-        link_drop(f, index);
+        calls_drop(&f->calls, index);
         break;
     default:
         break;
@@ -63,9 +63,9 @@ void rejoin_drop(struct fused *f)
         b->handle = 0;
         b->is_joined = false;
     }
-    for (uint32_t k = 0; k < f->n_calls; k++)
-        if (f->calls[k].state == CALL_JOIN || f->calls[k].state == CALL_ORPHAN)
-            link_drop(f, k);
+    for (uint32_t k = 0; k < f->calls.n; k++)
+        if (f->calls.rows[k].state == CALL_JOIN || f->calls.rows[k].state == CALL_ORPHAN)
+            calls_drop(&f->calls, k);
     f->retry_ms = link_now_ms() + f->pause_ms;
     f->pause_ms = 2 * f->pause_ms < PAUSE_MAX_MS ? 2 * f->pause_ms : PAUSE_MAX_MS;
     link_wake_at(f, 0);
@@ -77,14 +77,14 @@ void rejoin_begin(struct fused *f)
     f->n_losses++;
     f->pause_ms = PAUSE_MIN_MS;
     f->until_ms = limit_from(f, link_now_ms());
-    for (uint32_t k = 0; k < f->n_calls; k++)
+    for (uint32_t k = 0; k < f->calls.n; k++)
         lose_call(f, k);
     rejoin_drop(f);
 }
 
 bool rejoin_hold(struct fused *f, uint32_t index)
 {
-    struct call *call = &f->calls[index];
+    struct call *call = &f->calls.rows[index];
     enum proto_error error = f->reply.error;
 
     if (!call->datagram || call->is_cancelled || call->state != CALL_SENT ||
@@ -96,7 +96,7 @@ bool rejoin_hold(struct fused *f, uint32_t index)
         f->until_ms = limit_from(f, link_now_ms());
     f->is_leaving = true;
     call->result.code = (int)error;
-    link_hold(f, index);
+    calls_hold(&f->calls, index);
     link_wake_at(f, 0);
     return true;
 }
@@ -107,10 +107,11 @@ static int give_up(struct fused *f)
     if (f->state != LINK_UP)
         return link_break(f, -EPIPE, "the server went away, and did not come back in time");
     f->is_leaving = false;
-    for (uint32_t k = 0; k < f->n_calls; k++)
-        if (f->calls[k].state == CALL_HELD)
+    for (uint32_t k = 0; k < f->calls.n; k++)
+        if (f->calls.rows[k].state == CALL_HELD)
             link_finish(f, k,
-                        f->calls[k].result.code ? f->calls[k].result.code : FUSED_SHUTTING_DOWN,
+                        f->calls.rows[k].result.code ? f->calls.rows[k].result.code
+                                                     : FUSED_SHUTTING_DOWN,
                         "the server says that it ends, and goes on");
     link_wake_at(f, LINK_FOREVER);
     return 1;
@@ -127,14 +128,14 @@ static int join_send(struct fused *f, struct proto_request *request, int fd)
     r = link_new_call(f, &(struct call){.verb = request->verb}, &index);
     if (r < 0)
         return r;
-    request->id = f->calls[index].id;
+    request->id = f->calls.rows[index].id;
     r = codec_encode_request(request, bytes, sizeof bytes);
     if (r > 0)
         r = wire_send(f->socket, bytes, (size_t)r, fd);
     if (r < 0)
-        link_drop(f, index);
+        calls_drop(&f->calls, index);
     else
-        f->calls[index].state = CALL_JOIN;
+        f->calls.rows[index].state = CALL_JOIN;
     return r;
 }
 
@@ -181,14 +182,14 @@ static void join_next(struct fused *f)
 void rejoin_answer(struct fused *f, uint32_t index)
 {
     const struct proto_reply *reply = &f->reply;
-    enum verb verb = f->calls[index].verb; /* a refusal need not name it */
+    enum verb verb = f->calls.rows[index].verb; /* a refusal need not name it */
 
     if (verb == VERB_BUFFER_REGISTER && reply->error == 0 && !f->joining) {
-        link_orphan(f, index, reply->buffer.buffer); /* freed meanwhile */
+        calls_orphan(&f->calls, index, reply->buffer.buffer); /* freed meanwhile */
     } else {
         if (verb == VERB_BUFFER_REGISTER && reply->error == 0)
             f->joining->handle = reply->buffer.buffer;
-        link_drop(f, index);
+        calls_drop(&f->calls, index);
     }
     if (verb == VERB_HELLO && (reply->error != 0 || link_take_hello(f) < 0))
         rejoin_drop(f);
@@ -239,8 +240,8 @@ static int renew(struct fused *f, struct call *call, int64_t now)
 /* As much as goes out. What fails for want of room or memory is tried again. */
 static void send_held(struct fused *f, int64_t now)
 {
-    for (uint32_t k = 0; k < f->n_calls && f->n_held > 0; k++) {
-        struct call *call = &f->calls[k];
+    for (uint32_t k = 0; k < f->calls.n && f->calls.n_held > 0; k++) {
+        struct call *call = &f->calls.rows[k];
 
         if (call->state != CALL_HELD)
             continue;
@@ -249,8 +250,7 @@ static void send_held(struct fused *f, int64_t now)
         if (wire_send(f->socket, call->datagram, call->n_datagram, call->fd) < 0)
             return;
         call->result.code = 0;
-        call->state = CALL_SENT;
-        f->n_held--;
+        calls_resent(&f->calls, k);
     }
 }
 
@@ -259,8 +259,8 @@ static bool expire(struct fused *f, int64_t now, int64_t *wake_ms)
 {
     bool any = false;
 
-    for (uint32_t k = 0; k < f->n_calls && f->n_held > 0; k++) {
-        struct call *call = &f->calls[k];
+    for (uint32_t k = 0; k < f->calls.n && f->calls.n_held > 0; k++) {
+        struct call *call = &f->calls.rows[k];
 
         if (call->state != CALL_HELD || call->verb != VERB_INFER)
             continue;
@@ -280,11 +280,11 @@ int rejoin_step(struct fused *f)
     bool any = expire(f, now, &wake_ms);
 
     if (f->state == LINK_UP && !f->is_leaving) {
-        uint32_t n_before = f->n_held;
+        uint32_t n_before = f->calls.n_held;
 
         send_held(f, now);
-        link_wake_at(f, f->n_held > 0 ? now + PAUSE_MIN_MS : LINK_FOREVER);
-        return any || f->n_held < n_before; /* whose turn comes after these waits for it */
+        link_wake_at(f, f->calls.n_held > 0 ? now + PAUSE_MIN_MS : LINK_FOREVER);
+        return any || f->calls.n_held < n_before; /* whose turn comes after these waits for it */
     }
     if (now >= f->until_ms)
         return give_up(f);
