@@ -57,28 +57,15 @@ static int make_host(struct buffer *buffer)
     return r;
 }
 
-static bool has_reserve(const struct buffer *buffer)
-{
-    const struct device *device = buffer->owner->device;
-    struct backend_info info;
-
-    device->ops->info(device->backends[buffer->device], &info);
-    return info.memory_free_bytes == 0 || /* not known */
-           info.memory_free_bytes >= buffer->reserve_bytes + buffer->charged_bytes;
-}
-
 static int make_device(struct buffer *buffer)
 {
     const struct backend_ops *ops = buffer->owner->device->ops;
     struct backend *backend = buffer->owner->device->backends[buffer->device];
     int r;
 
-    if (buffer->fd < 0 && !has_reserve(buffer))
-        return report_set(&buffer->report, -ENOMEM,
-                          "the device would keep less than device_reserve_bytes");
     if (buffer->fd < 0)
-        return ops->memory_create(backend, buffer->size, &buffer->memory, &buffer->fd,
-                                  &buffer->report);
+        return ops->memory_create(backend, buffer->size, buffer->reserve_bytes, &buffer->memory,
+                                  &buffer->fd, &buffer->report);
     r = ops->memory_import(backend, buffer->fd, buffer->size, &buffer->memory, &buffer->report);
     buffer->fd = close_fd(buffer->fd);
     return r;

@@ -138,9 +138,10 @@ struct backend_ops {
     void (*unpin)(struct backend *backend, struct memory *memory);
 
     /* Optional (NULL): device memory that travels as an fd; job.x and job.y are then
-     * memory_address() plus an offset. */
-    int (*memory_create)(struct backend *backend, size_t size, struct memory **ret, int *ret_fd,
-                         struct report *report);
+     * memory_address() plus an offset. -ENOMEM also when less than reserve_bytes of the device
+     * would be left, however many ask at once. */
+    int (*memory_create)(struct backend *backend, size_t size, uint64_t reserve_bytes,
+                         struct memory **ret, int *ret_fd, struct report *report);
     int (*memory_import)(struct backend *backend, int fd, size_t size, struct memory **ret,
                          struct report *report);
     uint64_t (*memory_address)(const struct memory *memory);

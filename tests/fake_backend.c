@@ -401,24 +401,43 @@ static int memory_map(struct backend *backend, int fd, size_t size, struct memor
         return report_set(report, -EINVAL, "the memory cannot be mapped");
     }
     atomic_fetch_add(&backend->n_memory, 1);
-    atomic_fetch_add(&backend->memory_bytes, (long)mapped);
     *ret = memory;
     return 0;
 }
 
-static int fake_memory_create(struct backend *backend, size_t size, struct memory **ret,
-                              int *ret_fd, struct report *report)
+/* memory_mib is looked at and taken at once, as the reserve wants it. */
+static int memory_take(struct backend *backend, size_t mapped, uint64_t reserve_bytes,
+                       struct report *report)
+{
+    long all = backend->script.memory_mib << 20, now = atomic_load(&backend->memory_bytes);
+
+    do {
+        uint64_t left = all > now ? (uint64_t)(all - now) : 0;
+
+        if (all > 0 && (left < mapped || left - mapped < reserve_bytes))
+            return report_set(report, -ENOMEM, "the device would keep less than its reserve");
+    } while (!atomic_compare_exchange_weak(&backend->memory_bytes, &now, now + (long)mapped));
+    return 0;
+}
+
+static int fake_memory_create(struct backend *backend, size_t size, uint64_t reserve_bytes,
+                              struct memory **ret, int *ret_fd, struct report *report)
 {
     size_t mapped = (size + GRANULE - 1) / GRANULE * GRANULE;
     int fd, r;
 
     if (backend->script.oom_memory_over > 0 && size > (size_t)backend->script.oom_memory_over)
         return report_set(report, -ENOMEM, "the device has no memory for it");
+    r = memory_take(backend, mapped, reserve_bytes, report);
+    if (r < 0)
+        return r;
     fd = memfd_create("fake", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)mapped) != 0)
         r = report_set(report, -ENOMEM, "no memfd");
     else
         r = memory_map(backend, fd, size, ret, report);
+    if (r < 0)
+        atomic_fetch_sub(&backend->memory_bytes, (long)mapped);
     if (r < 0 && fd >= 0)
         close(fd);
     if (r == 0)
@@ -429,7 +448,11 @@ static int fake_memory_create(struct backend *backend, size_t size, struct memor
 static int fake_memory_import(struct backend *backend, int fd, size_t size, struct memory **ret,
                               struct report *report)
 {
-    return memory_map(backend, fd, size, ret, report);
+    int r = memory_map(backend, fd, size, ret, report);
+
+    if (r == 0)
+        atomic_fetch_add(&backend->memory_bytes, (long)(*ret)->size);
+    return r;
 }
 
 static uint64_t fake_memory_address(const struct memory *memory)

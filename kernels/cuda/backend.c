@@ -241,12 +241,12 @@ static void cuda_unpin(struct backend *backend, struct memory *memory)
     memory_unpin(memory);
 }
 
-static int cuda_memory_create(struct backend *backend, size_t size, struct memory **ret,
-                              int *ret_fd, struct report *report)
+static int cuda_memory_create(struct backend *backend, size_t size, uint64_t reserve_bytes,
+                              struct memory **ret, int *ret_fd, struct report *report)
 {
     int r = CUDA(report, cudaSetDevice(backend->device));
 
-    return r < 0 ? r : memory_create(backend->device, size, ret, ret_fd, report);
+    return r < 0 ? r : memory_create(backend->device, size, reserve_bytes, ret, ret_fd, report);
 }
 
 static int cuda_memory_import(struct backend *backend, int fd, size_t size, struct memory **ret,

@@ -11,6 +11,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "kernels/cuda/check.h"
@@ -213,9 +214,30 @@ fail:
     return r;
 }
 
-int memory_create(int device, size_t size, struct memory **ret, int *ret_fd, struct report *report)
+/* What is free is looked at and taken at once, or several that ask together would pass the reserve.
+ */
+static int allocate(const struct driver *from, int device, size_t mapped, uint64_t reserve_bytes,
+                    CUmemGenericAllocationHandle *ret, struct report *report)
 {
+    static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     CUmemAllocationProp properties = properties_of(device);
+    struct driver driver = *from;
+    size_t n_free, n_all;
+    int r;
+
+    pthread_mutex_lock(&one_at_a_time);
+    r = CUDA(report, cudaMemGetInfo(&n_free, &n_all));
+    if (r == 0 && (n_free < mapped || n_free - mapped < reserve_bytes))
+        r = report_set(report, -ENOMEM, "the device would keep less than its reserve");
+    if (r == 0)
+        r = DRIVER(report, driver.create(ret, mapped, &properties, 0));
+    pthread_mutex_unlock(&one_at_a_time);
+    return r;
+}
+
+int memory_create(int device, size_t size, uint64_t reserve_bytes, struct memory **ret, int *ret_fd,
+                  struct report *report)
+{
     CUmemGenericAllocationHandle handle;
     struct memory *memory;
     struct driver driver;
@@ -226,7 +248,7 @@ int memory_create(int device, size_t size, struct memory **ret, int *ret_fd, str
     if (r == 0)
         r = whole_granules(&driver, device, size, &mapped, report);
     if (r == 0)
-        r = DRIVER(report, driver.create(&handle, mapped, &properties, 0));
+        r = allocate(&driver, device, mapped, reserve_bytes, &handle, report);
     if (r == 0)
         r = memory_of(&driver, device, size, mapped, handle, &memory, report);
     if (r < 0)

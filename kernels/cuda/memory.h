@@ -21,8 +21,10 @@ struct memory {
 int memory_pin(void *data, size_t size, struct memory **ret, struct report *report);
 void memory_unpin(struct memory *memory);
 
-/* Cleared before anybody else can map it. The fd is the caller's. */
-int memory_create(int device, size_t size, struct memory **ret, int *ret_fd, struct report *report);
+/* Cleared before anybody else can map it. The fd is the caller's. -ENOMEM also when less than
+ * reserve_bytes of the device would be left. */
+int memory_create(int device, size_t size, uint64_t reserve_bytes, struct memory **ret, int *ret_fd,
+                  struct report *report);
 /* The fd stays the caller's. */
 int memory_import(int device, int fd, size_t size, struct memory **ret, struct report *report);
 void memory_free(struct memory *memory);

@@ -247,6 +247,7 @@ static void leaves_the_device_its_reserve(void **state)
                                     .buffer_create = {20 * MIB, BUFFER_CUDA, 0}};
     struct proto_reply reply;
     struct daemon gpu;
+    int n_given = 0;
 
     (void)state;
     daemon_start(&gpu, "device_memory=1;memory_mib=100", "device_reserve_bytes = 41943040;");
@@ -259,6 +260,23 @@ static void leaves_the_device_its_reserve(void **state)
         else
             assert_error(&reply, ERR_NO_MEMORY);
     }
+    client_close(&c);
+    assert_healthy(&gpu);
+    daemon_stop(&gpu);
+    /* Many that ask at once: more would fit beside each other than together. */
+    daemon_start(&gpu, "device_memory=1;memory_mib=100", "device_reserve_bytes = 41943040;");
+    client_start(&c, &gpu);
+    for (int i = 0; i < 12; i++) {
+        request.id = 0;
+        client_send(&c, &request, -1);
+    }
+    for (int i = 0; i < 12; i++) {
+        assert_true(client_recv(&c, &reply, NULL));
+        n_given += reply.error == ERR_NONE;
+        if (reply.error != ERR_NONE)
+            assert_error(&reply, ERR_NO_MEMORY);
+    }
+    assert_int_equal(n_given, 3);
     client_close(&c);
     assert_healthy(&gpu);
     daemon_stop(&gpu);

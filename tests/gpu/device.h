@@ -152,7 +152,7 @@ static inline struct region region_new(const struct device *device, size_t size,
 
     region.size = (size + 4095) / 4096 * 4096;
     if (on_device) {
-        r = device->ops->memory_create(device->backend, region.size, &region.memory, &region.fd,
+        r = device->ops->memory_create(device->backend, region.size, 0, &region.memory, &region.fd,
                                        &report);
         if (r == 0)
             region.at = (char *)device->ops->memory_address(region.memory);

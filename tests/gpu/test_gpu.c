@@ -875,6 +875,10 @@ static void test_device_memory(void **state)
     printf("%s\n", report.text);
     close(fd);
     assert_true(device->ops->memory_import(device->backend, region.fd, 0, &other, &report) < 0);
+    assert_int_equal(device->ops->memory_create(device->backend, 8 << 20, before - (4 << 20),
+                                                &other, &fd, &report),
+                     -ENOMEM);
+    printf("%s\n", report.text);
     assert_int_equal(device_free(), before);
     region_free(device, &region);
 }
