@@ -112,7 +112,7 @@ static bool has_unsent(const struct server *server)
 
     TAILQ_FOREACH(conn, &server->conns, link)
     {
-        if (conn->n_out > 0)
+        if (conn->n_out > 0 || conn->n_posted > 0)
             return true;
     }
     return false;
@@ -506,7 +506,7 @@ static int init_loop(struct server *server)
         .device = &server->device,
         .device_memory = server->infos[0].device_memory,
     };
-    spares_init(&server->buffers.spares, &server->works, &server->device);
+    spares_init(&server->buffers.spares, &server->works, &server->device, on_lost, server);
     registry_init(&server->registry, &server->works, &server->device, server->config.models_dir,
                   server->config.weights_dir);
     return scheduler_init(&server->scheduler, &server->loop, &server->device, server->infos,

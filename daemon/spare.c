@@ -8,10 +8,11 @@
  *
  * They are charged to nobody, so they are few: one of a size, limit_bytes all together, the oldest
  * goes first, and one that nobody asked for in KEEP_US goes too. Only one is made at a time, on a
- * helper thread, and one that cannot be made is no error.
+ * helper thread, and one that cannot be made is no error, unless the device was lost over it.
  */
 #include "spare.h"
 
+#include <errno.h>
 #include <stdlib.h>
 
 #include "proto/base.h"
@@ -27,11 +28,13 @@ struct spare {
     struct shm shm;
     struct memory *memory; /* pinned; NULL where the backend pins nothing */
     int result;
+    struct report report; /* of pinning */
 };
 
-void spares_init(struct spares *spares, struct works *works, const struct device *device)
+void spares_init(struct spares *spares, struct works *works, const struct device *device,
+                 void (*lost)(void *context, const char *why), void *context)
 {
-    *spares = (struct spares){.works = works, .device = device};
+    *spares = (struct spares){.works = works, .device = device, .lost = lost, .context = context};
     TAILQ_INIT(&spares->list);
 }
 
@@ -72,7 +75,7 @@ static void run_make(struct work *work)
     spare->result = shm_create(spare->size, &spare->shm);
     if (spare->result == 0 && device->ops->pin)
         spare->result = device->ops->pin(device->backends[0], spare->shm.data, spare->size,
-                                         &spare->memory, NULL);
+                                         &spare->memory, &spare->report);
 }
 
 static void done_make(struct work *work)
@@ -81,6 +84,8 @@ static void done_make(struct work *work)
     struct spares *spares = spare->owner;
 
     spares->making = NULL;
+    if (spare->result == -ENOTRECOVERABLE)
+        spares->lost(spares->context, spare->report.text);
     /* The limit may be another by now. */
     if (spare->result < 0 || spares->bytes + spare->size > spares->limit_bytes) {
         drop(spare);

@@ -18,9 +18,12 @@ struct spares {
     struct spare *making;     /* at most one; NULL: none */
     uint64_t bytes;           /* of those that are ready */
     uint64_t limit_bytes;
+    void (*lost)(void *context, const char *why); /* the device is */
+    void *context;
 };
 
-void spares_init(struct spares *spares, struct works *works, const struct device *device);
+void spares_init(struct spares *spares, struct works *works, const struct device *device,
+                 void (*lost)(void *context, const char *why), void *context);
 
 /* Takes a region of exactly that size: mapped, zeroed, with its descriptor, and pinned where the
  * backend pins. False when there is none. */

@@ -19,6 +19,7 @@
  *   info_ms=N          saying how the device is takes that long
  *   lost_load=N        from the N-th load on the device is lost; so for lost_pin and lost_memory
  *   oom_load_over=N    a model that keeps more than N bytes does not fit
+ *   fail_pin=N:R       the N-th pages to be pinned end with -R
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
  *   device_memory=1    offers device memory, memfds; closing with some left aborts
@@ -47,8 +48,9 @@
 struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
-        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, lost_memory, only, forget,
-        cost_step, cost_step_us, memory_mib, xid_ms, xid, xid_lost, ecc_corrected, ecc_uncorrected;
+        device_memory, oom_memory_over, info_ms, lost_load, lost_pin, fail_pin, fail_pin_r,
+        lost_memory, only, forget, cost_step, cost_step_us, memory_mib, xid_ms, xid, xid_lost,
+        ecc_corrected, ecc_uncorrected;
 };
 
 struct slot {
@@ -115,6 +117,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"forget", &script->forget, NULL},
         {"lost_load", &script->lost_load, NULL},
         {"lost_pin", &script->lost_pin, NULL},
+        {"fail_pin", &script->fail_pin, &script->fail_pin_r},
         {"lost_memory", &script->lost_memory, NULL},
         {"only", &script->only, NULL},
         {"memory_mib", &script->memory_mib, NULL},
@@ -345,6 +348,8 @@ static int fake_pin(struct backend *backend, void *data, size_t size, struct mem
     r = count_call(&backend->n_pins, backend->script.lost_pin, report);
     if (r < 0)
         return r;
+    if (atomic_load(&backend->n_pins) == backend->script.fail_pin)
+        return report_set(report, (int)-backend->script.fail_pin_r, "the script says so");
     if (backend->script.oom_pin_over > 0 && size > (size_t)backend->script.oom_pin_over)
         return report_set(report, -ENOMEM, "the pages cannot be pinned");
     memory = calloc(1, sizeof(*memory));

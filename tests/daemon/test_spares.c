@@ -148,7 +148,7 @@ static void fails_and_ends_without_a_trace(void **state)
     struct daemon d;
 
     (void)state;
-    daemon_start(&d, "pins=1;lost_pin=2", NULL);
+    daemon_start(&d, "pins=1;fail_pin=2:12", NULL);
     client_start(&c, &d);
     client_buffer(&c, MIB, &shm);
     sleep_ms(100);
@@ -170,12 +170,30 @@ static void fails_and_ends_without_a_trace(void **state)
     }
 }
 
+/* Nobody asked for that one, and nobody else would notice before the next batch. */
+static void ends_when_the_device_is_lost(void **state)
+{
+    struct shm shm;
+    struct daemon d;
+
+    (void)state;
+    daemon_start(&d, "pins=1;lost_pin=2", NULL);
+    client_start(&c, &d);
+    client_buffer(&c, MIB, &shm);
+    shm_deinit(&shm);
+    assert_int_equal(daemon_join(&d, 5), 70);
+    assert_true(log_has(&d, "device.lost: the script says that the device is lost"));
+    client_close(&c);
+    daemon_remove(&d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(makes_the_next_one_ahead),
         cmocka_unit_test(keeps_within_the_limit),
         cmocka_unit_test(fails_and_ends_without_a_trace),
+        cmocka_unit_test(ends_when_the_device_is_lost),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -260,7 +260,7 @@ static void start(void)
     ops_info(NULL, &server.infos[0]);
     ops_info(NULL, &server.infos[1]);
     server.buffers = (struct buffers){.works = &server.works, .device = &server.device};
-    spares_init(&server.buffers.spares, &server.works, &server.device);
+    spares_init(&server.buffers.spares, &server.works, &server.device, lost, &server);
     registry_init(&server.registry, &server.works, &server.device, dir, dir);
     check(scheduler_init(&server.scheduler, &server.loop, &server.device, server.infos, 0, progress,
                          lost, &server) == 0);
