@@ -234,7 +234,7 @@ void conn_flush(struct conn *conn)
 
 static bool is_window_over(const struct uid *uid, uint64_t now_us)
 {
-    return now_us - uid->refused_since_us >= REFUSALS_WINDOW_MS * 1000;
+    return now_us - uid->refusals.since_us >= REFUSALS_WINDOW_MS * 1000;
 }
 
 static void count_refusal(struct conn *conn)
@@ -242,17 +242,15 @@ static void count_refusal(struct conn *conn)
     struct uid *uid = conn->uid;
     uint64_t now_us = clock_us();
 
-    if (is_window_over(uid, now_us)) {
-        uid->refused_since_us = now_us;
-        uid->n_refused = 0;
-    }
-    uid->n_refused++;
+    if (is_window_over(uid, now_us))
+        uid->refusals = (struct uid_refusals){.since_us = now_us};
+    uid->refusals.n++;
 }
 
 /* Was its uid refused so much lately that the others come first? A drain waits for nobody. */
 static bool must_pause(const struct conn *conn)
 {
-    return conn->uid->n_refused >= REFUSALS_A_WINDOW && !is_window_over(conn->uid, clock_us()) &&
+    return conn->uid->refusals.n >= REFUSALS_A_WINDOW && !is_window_over(conn->uid, clock_us()) &&
            conn->server->state == SERVER_READY;
 }
 

@@ -384,10 +384,12 @@ static void fail_running(struct scheduler *scheduler, struct engine *engine, enu
         struct engine_batch *batch = engine_slot(engine, i);
 
         for (unsigned k = 0; batch && k < batch->batch.n_jobs; k++) {
+            struct request *request = batch->owners[k];
+
             scheduler->n_running--;
-            scheduler->refused++;
+            scheduler->refused += --request->n_parts == 0;
             /* The device may still write: this record's memory stays, only its client is told. */
-            request_tell(batch->owners[k], error);
+            request_tell(request, error);
         }
     }
 }

@@ -4,6 +4,10 @@
  * A record lives as long as anything refers to it: a connection, or a buffer that outlives its
  * connection because a running request still uses it. Sums are compared by subtraction, so that no
  * choice of sizes wraps. Giving back more than was taken is a bug of ours and asserted.
+ *
+ * How often a uid was refused lately outlives its record, or a flood would start anew with each
+ * connection. Only the last few that went are kept: a uid has one place among them, so that none
+ * pushes the others out.
  */
 #include "uid.h"
 
@@ -23,8 +27,35 @@ void uids_init(struct uids *uids)
     }
 }
 
+/* The place of a uid that went, or NULL. */
+static struct uid_refusals *find_gone(struct uids *uids, uid_t number)
+{
+    for (unsigned i = 0; i < uids->n_gone && i < UIDS_GONE_MAX; i++) {
+        if (uids->gone[i].uid == number)
+            return &uids->gone[i].refusals;
+    }
+    return NULL;
+}
+
+static void keep_refusals(const struct uid *uid)
+{
+    struct uids *uids = uid->uids;
+    struct uid_refusals *place = find_gone(uids, uid->uid);
+    unsigned i = uids->n_gone % UIDS_GONE_MAX;
+
+    if (!place && uid->refusals.n == 0)
+        return;
+    if (!place) {
+        uids->gone[i].uid = uid->uid;
+        place = &uids->gone[i].refusals;
+        uids->n_gone++;
+    }
+    *place = uid->refusals;
+}
+
 struct uid *uid_get(struct uids *uids, uid_t number)
 {
+    const struct uid_refusals *refusals;
     struct uid *uid;
 
     TAILQ_FOREACH(uid, &uids->list, link)
@@ -38,6 +69,9 @@ struct uid *uid_get(struct uids *uids, uid_t number)
     uid->uids = uids;
     uid->uid = number;
     uid->refs = 1;
+    refusals = find_gone(uids, number);
+    if (refusals)
+        uid->refusals = *refusals;
     TAILQ_INSERT_TAIL(&uids->list, uid, link);
     uids->n++;
     return uid;
@@ -59,6 +93,7 @@ struct uid *uid_unref(struct uid *uid)
     for (int i = 0; i < CHARGE_COUNT; i++)
         assert(uid->used[i] == 0);
     assert(uid->works.n_waiting + uid->works.n_running == 0);
+    keep_refusals(uid);
     TAILQ_REMOVE(&uid->uids->list, uid, link);
     uid->uids->n--;
     free(uid);

@@ -13,12 +13,20 @@
 #include "batch.h"
 #include "work.h"
 
+#define UIDS_GONE_MAX 16
+
 enum charge {
     CHARGE_CONNECTIONS,
     CHARGE_BUFFERS,
     CHARGE_BUFFER_BYTES,
     CHARGE_REQUESTS,
     CHARGE_COUNT
+};
+
+/* How often it was refused since then, which whoever connects again brings along. */
+struct uid_refusals {
+    uint64_t since_us;
+    unsigned n;
 };
 
 struct uid {
@@ -31,8 +39,7 @@ struct uid {
     struct work_party works;  /* ... for helper threads */
     uint64_t turn;            /* of the loop that n_datagrams were read in */
     unsigned n_datagrams;
-    uint64_t refused_since_us; /* since when n_refused are counted */
-    unsigned n_refused;
+    struct uid_refusals refusals;
 };
 
 struct uids {
@@ -42,6 +49,11 @@ struct uids {
     uint64_t total_limit[CHARGE_COUNT]; /* of all together */
     uint64_t total[CHARGE_COUNT];
     char over[160]; /* which limit the last -EDQUOT was of */
+    struct {
+        uid_t uid;
+        struct uid_refusals refusals;
+    } gone[UIDS_GONE_MAX]; /* that had refusals, the last ones */
+    unsigned n_gone;       /* ever */
 };
 
 void uids_init(struct uids *uids);

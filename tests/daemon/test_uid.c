@@ -77,12 +77,45 @@ static void keeps_one_record_a_uid(void **state)
     assert_null(uid_unref(NULL));
 }
 
+/* Who goes and comes again has been refused all the same; so many others take no place of it. */
+static void remembers_refusals(void **state)
+{
+    struct uids uids;
+    struct uid *uid;
+
+    (void)state;
+    uids_init(&uids);
+    for (unsigned round = 0; round < 3; round++) {
+        for (uid_t number = 100; number < 100 + UIDS_GONE_MAX; number++) {
+            uid = uid_get(&uids, number);
+            assert_non_null(uid);
+            assert_int_equal(uid->refusals.n, round == 0 ? 0 : round * 1000 + number);
+            assert_int_equal(uid->refusals.since_us, round == 0 ? 0 : 5000 + number);
+            uid->refusals = (struct uid_refusals){5000 + number, (round + 1) * 1000 + number};
+            uid_unref(uid);
+        }
+    }
+    for (uid_t number = 1; number < 50; number++)
+        uid_unref(uid_get(&uids, number)); /* never refused: not kept */
+    uid = uid_get(&uids, 100);
+    assert_int_equal(uid->refusals.n, 3100);
+    uid_unref(uid);
+    uid = uid_get(&uids, 99);
+    uid->refusals.n = 1;
+    uid_unref(uid);
+    uid = uid_get(&uids, 100); /* the one that had been there longest */
+    assert_int_equal(uid->refusals.n, 0);
+    uid_unref(uid);
+    assert_int_equal(uids.n, 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(refuses_over_the_limits),
         cmocka_unit_test(lives_with_a_lowered_limit),
         cmocka_unit_test(keeps_one_record_a_uid),
+        cmocka_unit_test(remembers_refusals),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
