@@ -40,6 +40,10 @@ install-service: all # which says whether there is a backend that needs the driv
 CONF_FOR := -e '' $(if $(filter /etc,$(SYSCONFDIR)),,-e 's|^\#models_dir = "/etc/|models_dir = "$(SYSCONFDIR)/|') \
             $(if $(filter /var,$(LOCALSTATEDIR)),,-e 's|^\#weights_dir = "/var/|weights_dir = "$(LOCALSTATEDIR)/|')
 
+# What the README points to has the same path beside it in an installation.
+DOC  := $(DESTDIR)$(PREFIX)/share/doc/fused
+DOCS := README.md SECURITY.md proto/PROTOCOL.md kernels/README.md kernels/cuda/BENCH.md $(wildcard tests/*/README.md)
+
 install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(SAY) INSTALL $(DESTDIR)$(PREFIX)
 	$(Q)$(INSTALL) -d $(addprefix $(DESTDIR)$(PREFIX)/,bin lib/pkgconfig include lib/fused share/doc/fused/models.d)
@@ -49,12 +53,26 @@ install: all $(MAN) install-service ## install under DESTDIR and PREFIX
 	$(Q)$(INSTALL) -m 644 $(B)/fused.pc $(DESTDIR)$(PREFIX)/lib/pkgconfig/
 	$(Q)$(INSTALL) -m 644 client/fused.h $(DESTDIR)$(PREFIX)/include/
 	$(Q)[ ! -e $(B)/fused-cuda.so ] || $(INSTALL) -m 644 $(B)/fused-cuda.so $(DESTDIR)$(PREFIX)/lib/fused/
-	$(Q)$(INSTALL) -m 644 README.md SECURITY.md proto/PROTOCOL.md $(DESTDIR)$(PREFIX)/share/doc/fused/
-	$(Q)$(INSTALL) -m 644 client/example.c $(DESTDIR)$(PREFIX)/share/doc/fused/
-	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DESTDIR)$(PREFIX)/share/doc/fused/models.d/
+	$(Q)for d in $(DOCS); do $(INSTALL) -D -m 644 $$d $(DOC)/$$d || exit 1; done
+	$(Q)$(INSTALL) -m 644 client/example.c $(DOC)/
+	$(Q)$(INSTALL) -m 644 config/models.d/*.conf $(DOC)/models.d/
 	$(Q)for m in $(MAN); do d=$(DESTDIR)$(PREFIX)/share/man/man$${m##*.}; $(INSTALL) -d $$d && $(INSTALL) -m 644 $$m $$d/; done
 	$(Q)$(INSTALL) -d $(DESTDIR)$(SYSCONFDIR)/fused/models.d $(DESTDIR)$(LOCALSTATEDIR)/lib/fused/weights
 	$(Q)c=$(DESTDIR)$(SYSCONFDIR)/fused/fused.conf; [ -e $$c ] || { sed $(CONF_FOR) config/fused.conf >$$c && chmod 644 $$c; }
+
+# What is the administrator's stays: models, weights, and fused.conf once it was changed. Folders that are not fused's own stay, too.
+INSTALLED := $(addprefix bin/,fused fusectl) $(addprefix lib/,libfused.so libfused.so.1 libfused.a pkgconfig/fused.pc) include/fused.h \
+    lib/fused/fused-cuda.so $(addprefix lib/systemd/system/,fused.service fused.socket fused@.service fused@.socket) \
+    $(addsuffix /fused.conf,lib/sysusers.d lib/tmpfiles.d lib/modules-load.d) \
+    $(foreach m,$(notdir $(MAN)),share/man/man$(subst .,,$(suffix $(m)))/$(m)) \
+    $(addprefix share/doc/fused/,$(DOCS) example.c $(patsubst config/%,%,$(wildcard config/models.d/*.conf)))
+
+uninstall: ## remove what install put under DESTDIR and PREFIX; what was changed or added since stays
+	$(SAY) REMOVE $(DESTDIR)$(PREFIX)
+	$(Q)rm -f $(addprefix $(DESTDIR)$(PREFIX)/,$(INSTALLED))
+	$(Q)c=$(DESTDIR)$(SYSCONFDIR)/fused/fused.conf; ! sed $(CONF_FOR) config/fused.conf | cmp -s - $$c || rm -f $$c
+	$(Q)for d in $(DESTDIR)$(PREFIX)/lib/fused $(DOC) $(DESTDIR)$(SYSCONFDIR)/fused $(DESTDIR)$(LOCALSTATEDIR)/lib/fused; do \
+	    [ ! -d $$d ] || find $$d -depth -type d -exec rmdir --ignore-fail-on-non-empty {} +; done
 
 # Who answers for the package: whoever publishes one gives a name and an address.
 MAINTAINER ?= fused maintainers <maintainers@fused.invalid>
@@ -64,4 +82,4 @@ deb: ## a Debian package of it under $(B)
 	$(Q)$(MAKE) --no-print-directory install DESTDIR=$(abspath $(B))/deb/root PREFIX=/usr
 	$(Q)B=$(B) deploy/deb.sh $(VERSION) '$(MAINTAINER)'
 
-.PHONY: deps deps-if-missing install install-service deb
+.PHONY: deps deps-if-missing install install-service uninstall deb

@@ -67,3 +67,38 @@ serves() { # [OPTION...]
     make -o all --no-print-directory B="$B" install PREFIX=/usr DESTDIR="$BATS_TEST_TMPDIR/d" >/dev/null 2>&1
     cmp config/fused.conf "$BATS_TEST_TMPDIR/d/etc/fused/fused.conf"
 }
+
+@test "the pages that the installed README points to are there" {
+    local doc=$P/share/doc/fused path
+    for path in $(grep -ohE '`[a-zA-Z_/]+\.md`' "$doc"/{README,SECURITY}.md | tr -d '`' | sort -u); do
+        [ -s "$doc/$path" ] || { echo "$path is not there" && return 1; }
+        cmp "$path" "$doc/$path"
+    done
+    [ -s "$doc/proto/PROTOCOL.md" ]
+}
+
+@test "uninstall leaves nothing behind" {
+    local d=$BATS_TEST_TMPDIR/d prefix
+    for prefix in /usr /opt/x; do
+        make -o all --no-print-directory B="$B" install PREFIX=$prefix DESTDIR="$d" >/dev/null 2>&1
+        [ -x "$d$prefix/bin/fused" ]
+        make -o all --no-print-directory B="$B" uninstall PREFIX=$prefix DESTDIR="$d" >/dev/null 2>&1
+        output=$(find "$d" ! -type d)
+        expect_output '^$'
+        # Folders of the system's stay, fused's own do not.
+        output=$(find "$d" -type d -name '*fused*')
+        expect_output '^$'
+    done
+}
+
+@test "uninstall leaves what is the administrator's" {
+    local d=$BATS_TEST_TMPDIR/d
+    make -o all --no-print-directory B="$B" install PREFIX=/usr DESTDIR="$d" >/dev/null 2>&1
+    echo 'log_level = "debug";' >>"$d/etc/fused/fused.conf"
+    touch "$d/etc/fused/models.d/m.conf" "$d/var/lib/fused/weights/m.safetensors" "$d/usr/lib/other"
+    make -o all --no-print-directory B="$B" uninstall PREFIX=/usr DESTDIR="$d" >/dev/null 2>&1
+    output=$(cd "$d" && find . ! -type d | sort | xargs)
+    expect_output '^./etc/fused/fused.conf ./etc/fused/models.d/m.conf ./usr/lib/other ./var/lib/fused/weights/m.safetensors$'
+    # Once more is no error.
+    make -o all --no-print-directory B="$B" uninstall PREFIX=/usr DESTDIR="$d"
+}
