@@ -308,6 +308,24 @@ loses_the_device() { # SCRIPT LOG-REGEX
 ends_when_a_kernel_faults() { loses_the_device "fault 300" 'device.lost: .*illegal memory access.*\.c(u)?:[0-9]+: '; }
 ends_when_a_kernel_hangs() { loses_the_device "hang 300" 'device.lost: a batch runs longer than batch_timeout_ms'; }
 
+# The driver tells everybody on the device of it, and nobody else ends.
+has_xid() { [ "$(field "$1" xids)" -ge 1 ]; }
+counts_anothers_fault() {
+    local first
+    models few "$a"
+    start one few --backend cuda || return
+    first=$pid
+    soon 5 is_read one || return
+    [ -n "$(field one xids)" ] || { echo "the driver tells nothing of faults here" && return 77; }
+    [ "$(field one xids)" = 0 ] || fail "faults before there was one" || return
+    FUSED_FAKE_SCRIPT="fault 20" start two few --backend "$B/fused-cuda-faulty.so" || return
+    on two "$drive" traffic "$a" host 20000 1
+    wait "$pid"
+    [ $? = 70 ] && soon 5 has_xid one || return
+    echo "figure: $(grep -o 'device.xid.*' "$tmp/one.log"), seen by the other daemon"
+    on one "$drive" golden "$a" && stop "$first"
+}
+
 survives_a_batch_without_memory() {
     local text
     models few "$a"
@@ -396,6 +414,7 @@ it "clients that never read, or change memory under requests, harm nobody" bears
 it "a reload under traffic swaps whole versions" swaps_whole_versions
 it "a kernel that faults: GPU_LOST, the reason in the log, exit status 70 within 5 s" ends_when_a_kernel_faults
 it "a kernel that hangs: GPU_LOST, exit status 70 within 5 s" ends_when_a_kernel_hangs
+it "a fault of another process is counted, and no more" counts_anothers_fault
 it "a batch without memory fails alone" survives_a_batch_without_memory
 it "no device to see: cuda refuses with 69, auto takes the CPU" sees_no_device
 it "no driver: the same" has_no_driver
