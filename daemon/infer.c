@@ -16,9 +16,7 @@
 #include "clock.h"
 #include "server.h"
 
-#define PART_BYTES    (8u << 20) /* one way: a sixth of a millisecond on the link */
-#define PART_RUN      64
-#define PART_ROWS_MIN 16
+#define PART_RUN 64 /* rows of an outer sum that come down in one piece */
 
 /* What is being checked: the first refusal is kept. */
 struct check {
@@ -238,29 +236,27 @@ static bool bind_to_device(struct check *check, const char *what, const struct b
 }
 
 /*
- * How many rows of a request run at a time. From and to host memory of a device, as many as take a
- * while on the link: one part goes up and one comes down while a third is computed. The states and
- * samples of a compact constant follow each other: it stays whole. Parts of an outer sum are made
- * of runs of 64 rows, or the link would be fed single numbers.
+ * How many rows of a request run at a time: at most max_rows, and while nobody else is there, and
+ * its bytes go over a link, parts that overlap. The states and samples of a compact constant follow
+ * each other: it stays whole. Parts of an outer sum are made of runs of rows, or the link would be
+ * fed single numbers.
  */
-static uint32_t cut_of(const struct server *server, const struct check *check,
-                       const struct version *version, const struct request *request)
+static void cut(const struct server *server, const struct check *check,
+                const struct version *version, struct request *request)
 {
+    const struct backend_info *info = &server->infos[0];
     const struct job *job = &request->job;
     const bool outer = check->pipeline->outer_sum;
-    const uint32_t step = outer ? PART_RUN : 1, least = outer ? PART_RUN : PART_ROWS_MIN;
-    uint64_t row_bytes, rows;
+    const struct cost_move move = {check->in_bytes / job->rows, check->out_bytes / job->rows,
+                                   info->link_bytes_per_s};
+    uint32_t part = job->rows;
 
-    if (!server->infos[0].parts || (job->compact && !outer))
-        return 0;
-    if (!server->infos[0].device_memory || request->is_bound)
-        return version->model.max_rows;
-    row_bytes =
-        (check->in_bytes > check->out_bytes ? check->in_bytes : check->out_bytes) / job->rows;
-    rows = row_bytes > 0 ? PART_BYTES / row_bytes / step * step : UINT32_MAX;
-    if (rows < least)
-        rows = least;
-    return rows < version->model.max_rows ? (uint32_t)rows : version->model.max_rows;
+    if (!info->parts || (job->compact && !outer))
+        return;
+    if (info->device_memory && !request->is_bound)
+        part = cost_part(&version->cost, &move, job->rows, outer ? PART_RUN : 1);
+    request->item.cut_rows = version->model.max_rows;
+    request->alone_rows = part < version->model.max_rows ? part : version->model.max_rows;
 }
 
 static bool fill(struct check *check, struct conn *conn, struct version *version,
@@ -303,7 +299,7 @@ static bool fill(struct check *check, struct conn *conn, struct version *version
     job->seed = infer->seed;
     job->offset = infer->offset;
     request->item.rows = job->rows;
-    request->item.cut_rows = cut_of(conn->server, check, version, request);
+    cut(conn->server, check, version, request);
     request->item.priority = infer->priority;
     return true;
 }

@@ -41,6 +41,7 @@ struct request {
     struct job job;
     struct proto_tensor output; /* as it is answered */
     unsigned n_parts;           /* of it, in batches */
+    uint32_t alone_rows; /* of a part, while no other request is there; 0: as item.cut_rows */
     uint64_t started_us, ended_us;
     uint32_t batch_rows; /* of the largest */
 

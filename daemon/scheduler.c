@@ -71,6 +71,7 @@ static void unqueue(struct scheduler *scheduler, struct request *request)
 static void end_queued(struct scheduler *scheduler, struct request *request, enum proto_error error)
 {
     unqueue(scheduler, request);
+    scheduler->n_active--;
     scheduler->refused++;
     request_fail(request, error, NULL);
     scheduler->progress(scheduler->context);
@@ -93,13 +94,28 @@ static void expire(struct scheduler *scheduler, uint64_t now_us)
         end_queued(scheduler, request_of_deadline(first), ERR_DEADLINE);
 }
 
+/* With an engine for each request the parts of one overlap with each other; else requests do. */
+static unsigned form(struct scheduler *scheduler, struct place_queue *queue,
+                     struct batch_item **items, uint64_t now_us, enum batch_reason *ret_reason)
+{
+    struct batch_item *head = batch_head(&queue->batch);
+    uint32_t cut_rows = head->cut_rows, alone_rows = request_of_item(head)->alone_rows;
+    unsigned n;
+
+    if (alone_rows > 0 && scheduler->n_active <= scheduler->places.n)
+        head->cut_rows = alone_rows;
+    n = batch_form(&queue->batch, items, ENGINE_JOBS_MAX, now_us, ret_reason);
+    head->cut_rows = cut_rows;
+    return n;
+}
+
 static void launch(struct scheduler *scheduler, struct place_queue *queue, unsigned engine,
                    uint64_t now_us)
 {
     static struct batch_item *items[ENGINE_JOBS_MAX];
     struct engine_batch *batch = engine_take(scheduler->engines[engine]);
     struct version *version = queue->owner;
-    unsigned n = batch_form(&queue->batch, items, ENGINE_JOBS_MAX, now_us, &batch->reason);
+    unsigned n = form(scheduler, queue, items, now_us, &batch->reason);
 
     places_note(&scheduler->places, queue);
     batch->version = version_ref(version);
@@ -201,6 +217,7 @@ static void answer(struct scheduler *scheduler, struct request *request)
 {
     int r = request->cancelled ? -ECANCELED : request->job.result;
 
+    scheduler->n_active--;
     if (r < 0) {
         scheduler->refused++;
         request_fail(request, request_error(VERB_INFER, r), NULL);
@@ -361,6 +378,7 @@ int scheduler_add(struct scheduler *scheduler, struct request *request)
     version->rows += request->item.rows;
     scheduler->queued_rows += request->item.rows;
     scheduler->n_queued++;
+    scheduler->n_active++;
     places_note(&scheduler->places, queue);
     return 0;
 }

@@ -23,6 +23,7 @@ struct scheduler {
     uint64_t n_turns; /* of the loop */
     uint64_t queued_rows;
     unsigned n_queued, n_running;
+    unsigned n_active;          /* requests that are not answered yet, each once */
     uint64_t answered, refused; /* requests that ended with a result, and with an error */
 
     int timer_fd; /* timerfd: microseconds, which libuv's timers do not have */

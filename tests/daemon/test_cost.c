@@ -123,6 +123,49 @@ static void never_proposes_what_is_dearer(void **state)
     }
 }
 
+/* 32 KiB a row each way over 50 GB/s, and a run that is cheap for its rows from 256 on. */
+static void cuts_so_that_parts_overlap(void **state)
+{
+    static const struct backend_cost points[] = {{1, 80},    {64, 86},   {128, 115},
+                                                 {256, 186}, {512, 300}, {1024, 600}};
+    static const struct backend_cost dear[] = {{1, 500}, {1024, 600}};
+    const struct cost_move both = {32768, 32768, 50000000000}, none = {0, 0, 50000000000};
+    const struct cost_move down = {768 << 10, 3360 << 10, 0}, up = {32768, 4, 50000000000};
+
+    (void)state;
+    measured(6, points);
+    assert_int_equal(cost_part(&cost, &both, 1024, 64), 256);
+    assert_int_equal(cost_part(&cost, &both, 16, 1), 16); /* not worth it */
+    assert_int_equal(cost_part(&cost, &none, 1 << 20, 1), 1 << 20);
+    assert_in_range(cost_part(&cost, &up, 1024, 64), 256, 512);
+    measured(2, dear);
+    assert_int_equal(cost_part(&cost, &both, 512, 64), 512);
+    measured(0, NULL);
+    assert_in_range(cost_part(&cost, &down, 128, 1), 2, 8);
+}
+
+/* By any table: a multiple of the step, or all; and never later than the whole at once. */
+static void never_cuts_to_lose(void **state)
+{
+    unsigned seed = 20261129;
+
+    (void)state;
+    for (unsigned round = 0; round < 5000; round++) {
+        struct cost_move move = {(uint64_t)rand_r(&seed) % (1 << 20),
+                                 (uint64_t)rand_r(&seed) % (1 << 22),
+                                 1 + (uint64_t)rand_r(&seed) * 50};
+        uint32_t rows = 1 + (uint32_t)rand_r(&seed) % 5000, step = 1u << rand_r(&seed) % 8, part;
+        struct backend_cost points[2] = {{1, (uint32_t)rand_r(&seed) % 1000}, {64, 0}};
+
+        points[1].us = points[0].us + (uint32_t)rand_r(&seed) % 1000;
+        measured(2, points);
+        part = cost_part(&cost, &move, rows, step);
+        assert_in_range(part, 1, rows);
+        assert_true(part == rows || part % step == 0);
+        assert_true((rows + part - 1) / part <= 64);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -132,6 +175,8 @@ int main(void)
         cmocka_unit_test(stops_at_a_block),
         cmocka_unit_test(takes_all_where_more_is_cheaper),
         cmocka_unit_test(never_proposes_what_is_dearer),
+        cmocka_unit_test(cuts_so_that_parts_overlap),
+        cmocka_unit_test(never_cuts_to_lose),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

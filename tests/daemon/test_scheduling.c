@@ -454,7 +454,7 @@ static void cuts_without_a_trace(void **state)
 /* On a device, bytes of the host's memory go in parts that overlap: of an outer sum, whole runs. */
 static void cuts_what_goes_over_the_link(void **state)
 {
-    enum { ALL = 20000, PART = (8 << 20) / (A_OUT * 4), AT = 6 << 20, SIZE = 17 << 20 };
+    enum { ALL = 20000, RUN = 64, AT = 6 << 20, SIZE = 17 << 20 };
     static const char batching[] = "batching = { max_rows = 32768; };\n";
     static float whole[ALL * A_OUT];
     struct proto_request request;
@@ -475,15 +475,55 @@ static void cuts_what_goes_over_the_link(void **state)
             ((float *)shm.data)[k] = (float)(rand_r(&seed) % 2000) / 1000 - 1;
         client_call(&many[0], &request, -1, &reply, NULL);
         assert_ok(&reply);
-        assert_int_equal(reply.infer.batch_rows, pass == 0 ? ALL : PART);
-        if (pass == 0)
+        if (pass == 0) {
+            assert_int_equal(reply.infer.batch_rows, ALL);
             memcpy(whole, (uint8_t *)shm.data + AT, sizeof(whole));
-        else if (memcmp(whole, (uint8_t *)shm.data + AT, sizeof(whole)) != 0)
-            fail_msg("other bits when it is cut");
+        } else {
+            assert_in_range(reply.infer.batch_rows, RUN, ALL / 2);
+            assert_int_equal(reply.infer.batch_rows % RUN, 0);
+            if (memcmp(whole, (uint8_t *)shm.data + AT, sizeof(whole)) != 0)
+                fail_msg("other bits when it is cut");
+        }
         shm_deinit(&shm);
         client_close(&many[0]);
         daemon_stop(&daemon);
     }
+}
+
+/* Where another request waits they overlap with each other, each in one piece. */
+static void runs_whole_beside_others(void **state)
+{
+    enum { ALL = 20000, AT = 6 << 20, NEXT = 11 << 20, SIZE = 28 << 20 };
+    struct proto_request request;
+    struct proto_reply reply;
+    struct daemon daemon;
+    struct shm shm;
+
+    (void)state;
+    start(&daemon, "device_memory=1;slots=1;delay_ms=50", NULL,
+          "batching = { max_rows = 32768; };\n");
+    client_start(&many[0], &daemon);
+    request = infer_large(0, client_buffer(&many[0], SIZE, &shm));
+    request.infer.input.shape[0] = request.infer.output.shape[2] = ALL;
+    for (uint64_t id = 1; id <= 2; id++) {
+        request.id = 100 + id;
+        request.infer.output.offset = AT + (id - 1) * NEXT;
+        client_send(&many[0], &request, -1);
+        sleep_ms(10); /* the second comes while the first part of the first runs */
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_true(client_recv(&many[0], &reply, NULL));
+        assert_ok(&reply);
+        if (reply.id == 102)
+            assert_int_equal(reply.infer.batch_rows, ALL);
+        else /* what was left of it */
+            assert_in_range(reply.infer.batch_rows, ALL / 2, ALL - 64);
+    }
+    assert_memory_equal((uint8_t *)shm.data + AT, (uint8_t *)shm.data + AT + NEXT,
+                        (size_t)ALL * A_OUT * 4);
+    shm_deinit(&shm);
+    client_close(&many[0]);
+    daemon_stop(&daemon);
 }
 
 /* Others run between the parts; there is one answer; cancelled in the middle, nothing is written
@@ -707,6 +747,7 @@ int main(void)
         cmocka_unit_test(keeps_to_what_batches_cost),
         cmocka_unit_test(cuts_without_a_trace),
         cmocka_unit_test(cuts_what_goes_over_the_link),
+        cmocka_unit_test(runs_whole_beside_others),
         cmocka_unit_test(lets_others_in_between),
         cmocka_unit_test(cuts_compact_sums),
         cmocka_unit_test(ends_between_its_parts),
