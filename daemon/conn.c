@@ -13,6 +13,9 @@
  * sockets that nobody reads are the scarcest: the kernel limits them for this process as a whole.
  * SIOCOUTQ says whether everything sent so far was read, and only then is their count reset.
  *
+ * The many answers of one batch are sent by another thread (post.c). They may arrive after replies
+ * that were made later, which the protocol allows.
+ *
  * A connection ends in conn_close() and nowhere else, from any depth of a call: the record stays
  * until the loop has closed its handle, and `closing` tells callers to stop.
  */
@@ -42,12 +45,22 @@ struct conn_reply_entry {
     uint8_t bytes[];
 };
 
+/* Frees it when nothing refers to it any more. */
+static void end(struct conn *conn)
+{
+    if (!conn->is_closed || conn->n_posted > 0)
+        return;
+    close_fd(conn->fd);
+    uid_unref(conn->uid);
+    free(conn);
+}
+
 static void on_closed(uv_handle_t *handle)
 {
     struct conn *conn = handle->data;
 
-    uid_unref(conn->uid);
-    free(conn);
+    conn->is_closed = true;
+    end(conn);
 }
 
 static void drop_replies(struct conn *conn)
@@ -85,7 +98,8 @@ void conn_close(struct conn *conn)
     drop_replies(conn);
     uid_give(conn->uid, CHARGE_CONNECTIONS, 1);
     uv_close((uv_handle_t *)&conn->poll, on_closed);
-    conn->fd = close_fd(conn->fd);
+    if (conn->n_posted == 0)
+        conn->fd = close_fd(conn->fd);
     log_debug("client.gone", "uid %u: connection closed", conn->peer.uid);
 }
 
@@ -169,6 +183,32 @@ static int encode(struct server *server, const struct proto_reply *reply)
     return codec_encode_reply(&fallback, server->tx, sizeof(server->tx));
 }
 
+static bool post(struct conn *conn, size_t n)
+{
+    struct server *server = conn->server;
+
+    if (!server->scheduler.is_posting || conn->n_out > 0 ||
+        !post_put(server->scheduler.post, conn->fd, conn, server->tx, n))
+        return false;
+    conn->n_posted++;
+    return true;
+}
+
+void conn_sent(void *context, int result, const uint8_t *bytes, size_t n)
+{
+    struct conn *conn = context;
+
+    conn->n_posted--;
+    if (conn->closing)
+        end(conn);
+    else if (result == -EAGAIN)
+        enqueue(conn, bytes, n, -1);
+    else if (result < 0)
+        conn_close(conn);
+    else
+        server_progress(conn->server);
+}
+
 bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd)
 {
     struct server *server = conn->server;
@@ -181,6 +221,8 @@ bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd)
         conn_close(conn);
         return true;
     }
+    if (fd < 0 && post(conn, (size_t)n))
+        return true;
     fds_were_read(conn);
     if (fd >= 0 && conn->n_fds_unread >= CONN_REPLIES_FDS_MAX) {
         close_unread(conn);

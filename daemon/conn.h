@@ -28,6 +28,8 @@ struct conn {
     uv_poll_t poll;
     int fd;
     bool closing;
+    bool is_closed;    /* ... and so is the handle */
+    unsigned n_posted; /* answers that a thread is about to send: the socket stays open for it */
 
     struct peer peer;
     struct uid *uid;
@@ -64,6 +66,9 @@ void conn_close(struct conn *conn);
  * too many fds are on their way; nothing was sent then.
  */
 bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd);
+
+/* What became of an answer that was posted: it is the post's callback. */
+void conn_sent(void *conn, int result, const uint8_t *bytes, size_t n);
 
 /* Sends what waits, as far as the socket takes it. May close the connection. */
 void conn_flush(struct conn *conn);

@@ -57,7 +57,7 @@ struct engine {
     struct engine_batch slots[];
 };
 
-static bool has_few_cores(unsigned n_engines)
+bool engine_has_few_cores(unsigned n_engines)
 {
     cpu_set_t set;
 
@@ -207,7 +207,7 @@ int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *b
     engine->ops = ops;
     engine->backend = backend;
     engine->n_slots = slots;
-    engine->is_crowded = has_few_cores(n_engines);
+    engine->is_crowded = engine_has_few_cores(n_engines);
     engine->spin_us = engine->is_crowded ? 0 : spin_us;
     engine->done = done;
     engine->context = context;

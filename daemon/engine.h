@@ -34,6 +34,11 @@ struct engine_batch {
 
 struct engine;
 
+/* Has this process fewer cores than threads that a request passes through: client, loop, engines,
+ * and one to spare? Then nobody looks for work without sleeping: those it waits for could not run.
+ */
+bool engine_has_few_cores(unsigned n_engines);
+
 /* Starts the thread, one of `n_engines`. `done` is called on the loop thread when at least one
  * batch has ended. */
 int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *backend,

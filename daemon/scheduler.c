@@ -6,6 +6,9 @@
  * turn is considered together. Requests wait in queues of the loop until their batch is formed;
  * from then on they run, and cannot be taken back.
  *
+ * Waking the loop costs more than small batches take. So it does not sleep for `spin_us` after
+ * something happened, nor for a while longer when a batch is about to end.
+ *
  * One timerfd serves both the earliest deadline and the earliest batch that waits for more rows.
  */
 #include "scheduler.h"
@@ -19,7 +22,9 @@
 #include "conn.h"
 #include "proto/base.h"
 
-#define MARGIN_SHARE 4 /* of the time to a deadline, for a host that is late */
+#define MARGIN_SHARE      4 /* of the time to a deadline, for a host that is late */
+#define SPIN_IN_FLIGHT_US 1000
+#define POST_MIN          4 /* answers at once that are worth the hand-over to another thread */
 
 static struct request *request_of_item(struct batch_item *item)
 {
@@ -227,6 +232,15 @@ static void answer(struct scheduler *scheduler, struct request *request)
     }
 }
 
+static void answer_all(struct scheduler *scheduler, struct request **ended, unsigned n)
+{
+    scheduler->is_posting = n >= POST_MIN;
+    for (unsigned i = 0; i < n; i++)
+        answer(scheduler, ended[i]);
+    scheduler->is_posting = false;
+    post_go(scheduler->post);
+}
+
 /*
  * The device gets its next batch before the answers of the last one are sent. One batch of each
  * engine a turn: they may end as fast as they are answered, and who has something to say would have
@@ -237,6 +251,7 @@ static void on_done(void *context)
     static struct request *ended[ENGINE_JOBS_MAX];
     struct scheduler *scheduler = context;
 
+    scheduler->has_news = true;
     for (unsigned engine = 0; engine < scheduler->places.n; engine++) {
         struct engine_batch *batch = engine_done(scheduler->engines[engine]);
         bool lost = batch && batch->result == -ENOTRECOVERABLE;
@@ -247,8 +262,7 @@ static void on_done(void *context)
         n = collect(scheduler, engine, batch, ended);
         if (!lost)
             run(scheduler);
-        for (unsigned i = 0; i < n; i++)
-            answer(scheduler, ended[i]);
+        answer_all(scheduler, ended, n);
         if (lost) {
             const char *why = batch->why.text;
 
@@ -272,12 +286,41 @@ static void on_timer(uv_poll_t *timer, int status, int events)
     run(scheduler);
 }
 
+static void on_spin(uv_idle_t *spin)
+{
+    (void)spin;
+}
+
+static void decide_to_spin(struct scheduler *scheduler)
+{
+    uint64_t now_us, limit_us = scheduler->spin_us;
+    bool spins;
+
+    if (scheduler->spin_us == 0 || (!scheduler->has_news && !scheduler->is_spinning))
+        return;
+    now_us = clock_us();
+    if (scheduler->has_news)
+        scheduler->news_us = now_us;
+    scheduler->has_news = false;
+    if (scheduler->n_running > 0 && limit_us < SPIN_IN_FLIGHT_US)
+        limit_us = SPIN_IN_FLIGHT_US;
+    spins = now_us - scheduler->news_us < limit_us;
+    if (spins == scheduler->is_spinning)
+        return;
+    scheduler->is_spinning = spins;
+    if (spins)
+        uv_idle_start(&scheduler->spin, on_spin);
+    else
+        uv_idle_stop(&scheduler->spin);
+}
+
 static void on_turn(uv_check_t *turn)
 {
     struct scheduler *scheduler = turn->data;
 
     scheduler->n_turns++;
     run(scheduler);
+    decide_to_spin(scheduler);
 }
 
 static void free_engines(struct scheduler *scheduler)
@@ -309,6 +352,11 @@ int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct de
     uv_check_init(loop, &scheduler->turn);
     scheduler->turn.data = scheduler;
     uv_check_start(&scheduler->turn, on_turn);
+    uv_idle_init(loop, &scheduler->spin);
+    scheduler->spin_us = engine_has_few_cores(device->n) ? 0 : spin_us;
+    r = post_new(loop, scheduler->spin_us, conn_sent, &scheduler->post);
+    if (r < 0)
+        goto close_turn;
     for (unsigned i = 0; i < device->n; i++) {
         r = engine_new(loop, device->ops, device->backends[i], infos[i].slots, device->n, spin_us,
                        on_done, scheduler, &scheduler->engines[i]);
@@ -321,6 +369,9 @@ int scheduler_init(struct scheduler *scheduler, uv_loop_t *loop, const struct de
 
 close_engines:
     free_engines(scheduler);
+    scheduler->post = post_free(scheduler->post);
+close_turn:
+    uv_close((uv_handle_t *)&scheduler->spin, NULL);
     uv_close((uv_handle_t *)&scheduler->turn, NULL);
 close_handle:
     uv_close((uv_handle_t *)&scheduler->timer, NULL);
@@ -334,6 +385,8 @@ void scheduler_deinit(struct scheduler *scheduler)
     assert(scheduler->n_queued == 0);
     assert(scheduler->n_running == 0);
     free_engines(scheduler);
+    scheduler->post = post_free(scheduler->post);
+    uv_close((uv_handle_t *)&scheduler->spin, NULL);
     uv_close((uv_handle_t *)&scheduler->turn, NULL);
     uv_close((uv_handle_t *)&scheduler->timer, NULL);
     scheduler->timer_fd = close_fd(scheduler->timer_fd);
@@ -379,6 +432,7 @@ int scheduler_add(struct scheduler *scheduler, struct request *request)
     scheduler->queued_rows += request->item.rows;
     scheduler->n_queued++;
     scheduler->n_active++;
+    scheduler->has_news = true;
     places_note(&scheduler->places, queue);
     return 0;
 }
@@ -416,6 +470,7 @@ void scheduler_fail_all(struct scheduler *scheduler, enum proto_error error)
 {
     struct place_queue *queue;
 
+    post_flush(scheduler->post);
     while ((queue = TAILQ_FIRST(&scheduler->places.active)))
         end_rest(scheduler, request_of_item(batch_head(&queue->batch)), error);
     for (unsigned i = 0; i < scheduler->places.n; i++)

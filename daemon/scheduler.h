@@ -13,12 +13,15 @@
 #include "device.h"
 #include "engine.h"
 #include "place.h"
+#include "post.h"
 #include "registry.h"
 #include "request.h"
 
 struct scheduler {
     struct engine *engines[BACKEND_DEVICES_MAX]; /* one a device */
     struct places places;
+    struct post *post;
+    bool is_posting; /* what is answered now goes by it */
     struct deadlines deadlines;
     uint64_t n_turns; /* of the loop */
     uint64_t queued_rows;
@@ -30,6 +33,11 @@ struct scheduler {
     uv_poll_t timer;
     uint64_t timer_us; /* what it is set to; UINT64_MAX: off */
     uv_check_t turn;   /* once a turn of the loop, after everything that arrived in it */
+
+    uv_idle_t spin; /* while it is active the loop looks for events instead of sleeping */
+    unsigned spin_us;
+    bool is_spinning, has_news; /* has_news: something arrived or ended in this turn */
+    uint64_t news_us;           /* when that was the last time */
 
     void (*progress)(void *context);              /* something ended */
     void (*lost)(void *context, const char *why); /* the device is gone */

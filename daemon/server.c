@@ -112,7 +112,7 @@ static bool has_unsent(const struct server *server)
 
     TAILQ_FOREACH(conn, &server->conns, link)
     {
-        if (conn->n_out > 0)
+        if (conn->n_out > 0 || conn->n_posted > 0)
             return true;
     }
     return false;
