@@ -67,7 +67,7 @@ static void shows_what_the_driver_reports(void **state)
 
     (void)state;
     golden_read(MODEL_A, "x", x, sizeof(x));
-    daemon_start(&d, "xid_ms=800:31;ecc=300:2", NULL);
+    daemon_start(&d, "xid_ms=500:31;ecc=300:2", NULL);
     client_start(&c, &d);
     wait_for_xid();
     assert_int_equal(status_uint("devices.0.health.last_xid"), 31);
@@ -86,6 +86,21 @@ static void shows_what_the_driver_reports(void **state)
     daemon_stop(&d);
 }
 
+/* It ends although nobody asks it for anything. */
+static void assert_idle_end(const char *script, const char *config, const char *why)
+{
+    struct daemon d;
+
+    daemon_prepare(&d);
+    add_model(&d, MODEL_A);
+    write_file(d.config, config);
+    daemon_spawn(&d, script);
+    assert_int_equal(daemon_join(&d, 10), 70);
+    assert_true(log_has(&d, why));
+    assert_true(log_has(&d, "device.lost"));
+    daemon_remove(&d);
+}
+
 /* G-13: those that are: who runs and who waits is told, within 5 s, and so it ends when idle. */
 static void ends_at_what_is_the_end(void **state)
 {
@@ -95,7 +110,7 @@ static void ends_at_what_is_the_end(void **state)
     double begin;
 
     (void)state;
-    daemon_start(&d, "xid_ms=1500:79;xid_lost=1;hang_from=1", NULL);
+    daemon_start(&d, "xid_ms=1000:79;xid_lost=1;hang_from=1", NULL);
     client_start(&c, &d);
     for (int i = 0; i < 2; i++) {
         request.id = 0;
@@ -115,22 +130,15 @@ static void ends_at_what_is_the_end(void **state)
     assert_true(log_has(&d, "device.lost"));
     daemon_remove(&d);
 
-    daemon_start(&d, "xid_ms=1500:79;xid_lost=1", NULL);
-    assert_int_equal(daemon_join(&d, 10), 70);
-    assert_true(log_has(&d, "device.lost"));
-    daemon_remove(&d);
+    assert_idle_end("xid_ms=300:79;xid_lost=1", "", "device 0: the driver reports Xid 79");
 }
 
 /* The second of two: the daemon's end, too, for requests are on both. */
 static void ends_with_any_device(void **state)
 {
-    struct daemon d;
-
     (void)state;
-    daemon_start(&d, "only=1;xid_ms=1500:79;xid_lost=1", "devices = [ 0, 1 ];");
-    assert_int_equal(daemon_join(&d, 10), 70);
-    assert_true(log_has(&d, "device 1: the driver reports Xid 79"));
-    daemon_remove(&d);
+    assert_idle_end("only=1;xid_ms=300:79;xid_lost=1", "devices = [ 0, 1 ];",
+                    "device 1: the driver reports Xid 79");
 }
 
 static void says_that_nobody_watches(void **state)
