@@ -90,7 +90,7 @@ logs_to_the_journal() {
 leaves_no_names() {
     local pid
     pid=$(property MainPID)
-    traffic 2000 4
+    traffic 4
     sleep 0.3
     systemctl kill --kill-whom=main -s KILL fused.service
     soon 5 served_by_another "$pid"

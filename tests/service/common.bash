@@ -34,6 +34,7 @@ it() { # TITLE FUNCTION
         exec 2>&1
         set -eE
         trap 'echo "line $LINENO: $BASH_COMMAND"' ERR
+        trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # what a failed case has left running
         "$2"
     )
     rc=$?
@@ -109,13 +110,16 @@ infer() { # [MODEL]
     as member fusectl infer "${1:-$model}" -i "tests/golden/${1:-$model}.safetensors" -o "$place/y.npy"
 }
 
-# Traffic in the background for a while; its counts come from traffic_counts.
-traffic() { # MS CLIENTS
-    "$load" $socket $model $features loop "$1" "$2" >"$place/counts" &
+# Traffic in the background, until traffic_counts has its counts, or that long.
+traffic() { # CLIENTS [MS]
+    "$load" $socket $model $features loop "${2:-60000}" "$1" >"$place/counts" 2>/dev/null &
+    traffic=$!
 }
 
 # Nobody was refused, and every result had the right bits.
 traffic_counts() {
+    sleep 0.5 # for results from whoever serves now
+    kill $traffic 2>/dev/null || true
     wait
     counts=$(cat "$place/counts")
     matches "$counts" 'refused=0 failed=0 ok=[1-9].* other=0 .*wrong=0'

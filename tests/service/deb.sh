@@ -46,7 +46,7 @@ upgrade_refuses_nobody() {
     local pid
     pid=$(property MainPID)
     sed -i 's/^#log_level = .*/log_level = "debug";/' /etc/fused/fused.conf
-    traffic 4000 4
+    traffic 4
     sleep 0.5
     install_package
     soon 5 served_by_another "$pid"

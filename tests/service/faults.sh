@@ -21,7 +21,7 @@ stopped_daemon() {
     # Signs of life keep it for longer than the limit.
     sleep 1.5
     is MainPID "$pid"
-    traffic 4000 2
+    traffic 2
     sleep 0.3
     kill -STOP "$pid"
     soon 5 served_by_another "$pid"
@@ -46,7 +46,7 @@ blocked_loop() {
     dropin watchdog "[Service]" WatchdogSec=1
     infer
     pid=$(property MainPID)
-    traffic 5000 2
+    traffic 2
     sleep 0.3
     hold
     soon 7 served_by_another "$pid"
@@ -59,7 +59,7 @@ blocked_loop() {
 # A driver's call that never returns: the loop turns, and sees that a batch is too old.
 blocked_engine() {
     begin delay_ms=100
-    traffic 2500 2
+    traffic 2
     sleep 0.3
     hold engine
     soon 5 served_by_another "$pid"
@@ -73,7 +73,7 @@ blocked_engine() {
 blocked_idle_engine() {
     begin ""
     hold engine
-    traffic 2500 2
+    traffic 2
     soon 5 served_by_another "$pid"
     matches "$(journal)" 'status=70'
     traffic_counts
@@ -88,7 +88,7 @@ no_core_is_left() {
 
 stuck_batch() {
     begin hang_from=20
-    traffic 2500 2
+    traffic 2
     soon 5 served_by_another "$pid"
     matches "$(journal)" 'status=70'
     traffic_counts
@@ -98,7 +98,7 @@ stuck_batch() {
 
 lost_device() {
     begin sticky_from=20
-    traffic 2500 4
+    traffic 4 1500 # as long as there is any, it is lost again and again
     soon 5 served_by_another "$pid"
     matches "$(journal)" 'status=70'
     traffic_counts
@@ -111,7 +111,7 @@ lost_device() {
 killed() {
     local i
     begin ""
-    traffic 3000 4
+    traffic 4
     for i in 1 2 3 4 5; do
         sleep 0.2
         pid=$(property MainPID)

@@ -2,8 +2,9 @@
  * load.c - traffic for the tests of the service, and what became of it
  *
  *     load SOCKET MODEL FEATURES burst N          N requests at once on one connection
- *     load SOCKET MODEL FEATURES loop MS CLIENTS  one after the other, that long, each client again
- *                                                 on a new connection when its connection ends
+ *     load SOCKET MODEL FEATURES loop MS CLIENTS  one after the other, that long or until SIGTERM,
+ *                                                 each client again on a new connection when its
+ *                                                 connection ends
  *
  * Prints "sent" when a burst is on its way, and at the end one line of NAME=N: connects that
  * worked, were refused (nobody listened) or failed otherwise, and requests by their one final
@@ -13,6 +14,7 @@
  */
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,6 +39,7 @@ struct client {
 static const char *socket_path, *model;
 static int64_t features;
 static double until_ms;
+static volatile sig_atomic_t is_enough;
 static struct client clients[CLIENTS_MAX];
 
 static double now_ms(void)
@@ -45,6 +48,17 @@ static double now_ms(void)
 
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec * 1e3 + (double)now.tv_nsec / 1e6;
+}
+
+static void on_enough(int number)
+{
+    (void)number;
+    is_enough = 1;
+}
+
+static int goes_on(void)
+{
+    return !is_enough && now_ms() < until_ms;
 }
 
 static void prepare(struct client *client, int number)
@@ -116,13 +130,13 @@ static void *loop(void *argument)
 {
     struct client *client = argument;
 
-    while (now_ms() < until_ms) {
+    while (goes_on()) {
         struct fused *f = connect_once(client);
         int code = 0;
 
         if (!f)
             nanosleep(&(struct timespec){.tv_nsec = 5000000}, NULL);
-        while (f && code == 0 && now_ms() < until_ms) {
+        while (f && code == 0 && goes_on()) {
             struct fused_infer call = call_of(client);
             struct fused_result result;
 
@@ -185,6 +199,8 @@ int main(int argc, char **argv)
         if (n < 1 || n > CLIENTS_MAX)
             return usage();
         until_ms = now_ms() + (double)strtol(argv[5], NULL, 10);
+        sigaction(SIGTERM, &(struct sigaction){.sa_handler = on_enough, .sa_flags = SA_RESTART},
+                  NULL);
         for (int i = 0; i < n; i++) {
             prepare(&clients[i], i);
             if (pthread_create(&clients[i].thread, NULL, loop, &clients[i]) != 0)

@@ -88,7 +88,7 @@ under_load() {
     reset
     systemctl start fused.service
     pid=$(property MainPID)
-    traffic 1500 4
+    traffic 4
     for i in 1 2 3 4; do
         echo "# $i" >>/etc/fused/models.d/$model.conf
         systemctl reload fused.service

@@ -35,7 +35,7 @@ restart_under_load() {
     local i
     reset
     systemctl start fused.socket
-    traffic 3000 8
+    traffic 8
     for i in 1 2 3 4; do
         sleep 0.4
         systemctl restart fused.service
