@@ -52,6 +52,33 @@ static int64_t tiles_along(const struct conv_norm_shape *shape, int i)
     return (shape->conv.out[i] + sizes[i] - 1) / sizes[i];
 }
 
+/* Tiles of a row, of every 16 outputs. */
+static uint64_t items_of(const struct conv_norm_shape *shape)
+{
+    return (uint64_t)(outs_padded(shape) / WINDOW_OUTS * tiles_along(shape, 0) *
+                      tiles_along(shape, 1) * tiles_along(shape, 2));
+}
+
+static int64_t per_group(const struct conv_norm_shape *shape)
+{
+    return shape->conv.out_channels / shape->groups;
+}
+
+/* Groups of channels that share 16 among them, or have whole ones. */
+static bool groups_fit(const struct conv_norm_shape *shape)
+{
+    int64_t n = per_group(shape);
+
+    return WINDOW_OUTS % n == 0 || n % WINDOW_OUTS == 0;
+}
+
+static int together_of(const struct conv_norm_shape *shape)
+{
+    int64_t n = per_group(shape);
+
+    return (int)(n < WINDOW_OUTS ? n : WINDOW_OUTS);
+}
+
 extern "C" bool conv_norm_fits(const struct conv_norm_shape *shape)
 {
     const struct conv_shape *conv = &shape->conv;
@@ -66,40 +93,42 @@ extern "C" bool conv_norm_fits(const struct conv_norm_shape *shape)
         in *= conv->in[i];
         out *= conv->out[i];
     }
-    return conv->in_channels == WINDOW_CHANNELS && conv->out_channels <= CONV_NORM_OUTS_MAX &&
-           product_runs_here();
+    return conv->in_channels == WINDOW_CHANNELS && groups_fit(shape) &&
+           size_times((uint64_t)conv->rows, items_of(shape)) <= INT32_MAX && product_runs_here();
 }
 
-/* In this order in one allocation. */
+/* The first three in one allocation, the next three in another. */
 struct sizes {
-    uint64_t weights, exponents, per_channel, parts, stats, ends;
+    uint64_t weights, exponents, per_channel, moments, ends, again, counters;
 };
 
 static struct sizes sizes_of(const struct conv_norm_shape *shape)
 {
     uint64_t padded = (uint64_t)outs_padded(shape), rows = (uint64_t)shape->conv.rows;
-    uint64_t tiles =
-        (uint64_t)(tiles_along(shape, 0) * tiles_along(shape, 1) * tiles_along(shape, 2));
+    uint64_t items = size_times(rows, items_of(shape));
+    uint64_t moments = WINDOW_OUTS / (uint64_t)together_of(shape) * sizeof(struct window_moments);
     int weights = WINDOW_WEIGHTS((int)shape->conv.in_channels, halves_of(shape));
 
     return {
         size_round(padded / WINDOW_OUTS * (uint64_t)weights * sizeof(uint4), ALIGNMENT),
-        size_round(padded * sizeof(int), ALIGNMENT),
+        size_round((padded + 1) * sizeof(int), ALIGNMENT),
         size_round(padded * sizeof(float), ALIGNMENT),
-        size_round(size_times(rows, tiles * WINDOW_WARPS * padded * sizeof(struct window_part)),
-                   ALIGNMENT),
-        size_round(size_times(rows, padded * sizeof(float2)), ALIGNMENT),
+        size_round(size_times(items, moments), ALIGNMENT),
         size_round(size_times(rows, sizeof(struct window_end)), ALIGNMENT),
+        size_round(size_times(items, sizeof(int32_t)), ALIGNMENT),
+        size_times(size_plus(rows, 2), sizeof(uint32_t)),
     };
 }
 
-extern "C" void conv_norm_size(const struct conv_norm_shape *shape, uint64_t *ret_resident,
-                               uint64_t *ret_work)
+extern "C" struct conv_norm_sizes conv_norm_size(const struct conv_norm_shape *shape)
 {
-    struct sizes sizes = sizes_of(shape);
+    const struct sizes sizes = sizes_of(shape);
 
-    *ret_resident = sizes.weights + sizes.exponents + 3 * sizes.per_channel;
-    *ret_work = size_plus(size_plus(sizes.parts, sizes.stats), sizes.ends);
+    return {
+        sizes.weights + sizes.exponents + 3 * sizes.per_channel,
+        size_plus(size_plus(sizes.moments, sizes.ends), sizes.again),
+        sizes.counters,
+    };
 }
 
 /* Places of K */
@@ -162,6 +191,15 @@ static __global__ void __launch_bounds__(WARP)
     top = warp_max(top);
     if (threadIdx.x == 0)
         exponents[out] = top == 0 ? 0 : TOP - ilogbf(__uint_as_float(top));
+}
+
+static __global__ void lowest_kernel(int *exponents, int n)
+{
+    int lowest = exponents[0];
+
+    for (int i = 1; i < n; i++)
+        lowest = min(lowest, exponents[i]);
+    exponents[n] = lowest;
 }
 
 /* A block a tile of channels, line of the window and step. */
@@ -244,6 +282,10 @@ static int take_weights(struct conv_norm *fused, const float *weight, const floa
     r = CUDA_LAUNCHED(report);
     if (r < 0)
         return r;
+    lowest_kernel<<<1, 1, 0, stream>>>((int *)(at + sizes.weights), (int)padded);
+    r = CUDA_LAUNCHED(report);
+    if (r < 0)
+        return r;
     weights_kernel<<<grid, WARP, 0, stream>>>(weight, channels, outs, run->exponents, words,
                                               WINDOW_STEPS(channels), halves, (uint4 *)at);
     r = CUDA_LAUNCHED(report);
@@ -259,24 +301,30 @@ static int take_weights(struct conv_norm *fused, const float *weight, const floa
 static void fill_run(struct window_run *run, const struct conv_norm_shape *shape)
 {
     const struct conv_shape *conv = &shape->conv;
-    int64_t spatial = 1;
 
     run->dtype = shape->dtype;
     run->channels = (int)conv->in_channels;
     run->outs = (int)conv->out_channels;
     run->in_elements = conv->in_channels;
     run->tiles_all = 1;
+    run->spatial = 1;
     for (int i = 0; i < 3; i++) {
         run->in[i] = (int)conv->in[i];
         run->out[i] = (int)conv->out[i];
         run->padding[i] = (int)conv->padding[i];
+        run->padded |= conv->padding[i] > 0;
         run->tiles[i] = (int)tiles_along(shape, i);
         run->tiles_all *= run->tiles[i];
         run->in_elements *= conv->in[i];
-        spatial *= conv->out[i];
+        run->spatial *= conv->out[i];
     }
-    run->groups = (int)shape->groups;
-    run->group_size = conv->out_channels / shape->groups * spatial;
+    run->sets_per_group =
+        (int)(per_group(shape) > WINDOW_OUTS ? per_group(shape) / WINDOW_OUTS : 1);
+    run->group_size = (float)(per_group(shape) * run->spatial);
+    run->together = together_of(shape);
+    while (1 << run->together_log < run->together)
+        run->together_log++;
+    run->tile_sets = (int)(outs_padded(shape) / WINDOW_OUTS);
     run->eps = shape->eps;
 }
 
@@ -285,17 +333,15 @@ extern "C" int conv_norm_new(const struct conv_norm_shape *shape, const float *w
                              cudaStream_t stream, struct conv_norm **ret, struct report *report)
 {
     struct conv_norm *fused = (struct conv_norm *)calloc(1, sizeof(*fused));
-    uint64_t resident, work;
     int r;
 
     if (!fused)
         return report_set(report, -ENOMEM, "out of memory");
     fused->shape = *shape;
     fill_run(&fused->run, shape);
-    conv_norm_size(shape, &resident, &work);
     r = window_ready(shape->dtype, &fused->run.blocks, report);
     if (r == 0)
-        r = CUDA(report, cudaMalloc(&fused->resident, resident));
+        r = CUDA(report, cudaMalloc(&fused->resident, conv_norm_size(shape).resident));
     if (r == 0)
         r = take_weights(fused, weight, bias, gamma, beta, stream, report);
     if (r == 0)
@@ -320,29 +366,27 @@ extern "C" struct conv_norm *conv_norm_free(struct conv_norm *fused)
 extern "C" const char *conv_norm_text(const struct conv_norm *fused)
 {
     return halves_of(&fused->shape) == 2
-               ? "tensor cores, three products of fp16 halves, once for the moments and once for "
-                 "the result"
-               : "tensor cores, one product, once for the moments and once for the result";
+               ? "tensor cores, three products of fp16 halves; sums wait on chip for the moments"
+               : "tensor cores, one product; sums wait on chip for the moments";
 }
 
 extern "C" int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream, void *work,
                              uint32_t *counters, const void *x, int64_t rows,
                              const struct tail *tail, struct report *report)
 {
-    /* Of both passes, two for each 16 outputs. */
-    static_assert(CONV_NORM_OUTS_MAX / WINDOW_OUTS * 4 * sizeof(uint32_t) <= CONV_NORM_COUNTERS,
-                  "counters");
     const struct sizes sizes = sizes_of(&fused->shape);
     struct window_run run = fused->run;
     char *at = (char *)work;
 
     run.x = x;
     run.rows = rows;
-    run.parts = (struct window_part *)at;
-    at += sizes.parts;
-    run.stats = (float2 *)at;
-    at += sizes.stats;
+    run.moments = (struct window_moments *)at;
+    at += sizes.moments;
     run.ends = (struct window_end *)at;
+    at += sizes.ends;
+    run.again = (int32_t *)at;
     run.dealt = counters;
+    run.ended = counters + 1;
+    run.arrived = counters + 2;
     return window_cuda(stream, &run, tail, report);
 }

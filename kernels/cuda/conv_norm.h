@@ -1,8 +1,8 @@
 /*
  * conv_norm.h - conv3d, group_norm and what is pointwise behind them, fused
  *
- * For 3x3x3 windows over three channels: the convolution goes over tensor cores twice
- * (window.cu) and is never written. Other shapes take conv.h, norm.cu and tail.cu.
+ * For 3x3x3 windows over three channels: the convolution goes over tensor cores once (window.cu)
+ * and is never written. Other shapes take conv.h, norm.cu and tail.cu.
  */
 #pragma once
 
@@ -20,17 +20,18 @@ struct conv_norm_shape {
 };
 
 bool conv_norm_fits(const struct conv_norm_shape *shape);
-/* Device bytes: of the prepared weights, and of the work space of one run. */
-void conv_norm_size(const struct conv_norm_shape *shape, uint64_t *ret_resident,
-                    uint64_t *ret_work);
+
+/* Device bytes: of the prepared weights, of the work space of one run, and of its counters, which
+ * are zeros before a run and after it. Runs that follow one another share counters, of whatever
+ * shape they are; nothing else does. */
+struct conv_norm_sizes {
+    uint64_t resident, work, counters;
+};
+struct conv_norm_sizes conv_norm_size(const struct conv_norm_shape *shape);
 
 struct conv_norm;
 
-#define CONV_NORM_LAUNCHES 3u
-#define CONV_NORM_OUTS_MAX 1024
-/* Bytes of counters, which are zeros before a run and after it. Runs that follow one another share
- * them, of whatever shape they are; nothing else does. */
-#define CONV_NORM_COUNTERS ((uint64_t)CONV_NORM_OUTS_MAX)
+#define CONV_NORM_LAUNCHES 1u
 
 /*
  * Takes weights [out, in, kernel], and bias, gamma, beta [out] (NULL: 0, 1, 0), as float32 in

@@ -55,6 +55,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
     const struct step *step = &plan->steps[i];
     int stage = b->stage_of[i];
     uint64_t resident, work;
+    struct conv_norm_sizes normed;
     struct gemm_size gemm;
 
     if (i < plan->n_steps - 1 && step->kind != STEP_STATS)
@@ -78,11 +79,11 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
         raise(&b->loading, conv_resident(&b->convs[stage]));
         return conv_resident(&b->convs[stage]);
     case STEP_CONV_NORM:
-        conv_norm_size(&b->normed[stage], &resident, &work);
-        raise(&size->fused, work);
-        raise(&size->counters, CONV_NORM_COUNTERS);
+        normed = conv_norm_size(&b->normed[stage]);
+        raise(&size->fused, normed.work);
+        raise(&size->counters, normed.counters);
         raise(&b->loading, bytes(b->pipeline->stages[stage].weight.elements, 1, sizeof(float)));
-        return resident;
+        return normed.resident;
     case STEP_STATS:
         raise(&size->stats, bytes(rows, step->groups, sizeof(float2)));
         raise(&size->partial,

@@ -15,9 +15,9 @@ extern "C" {
 #define WINDOW         3 /* elements of a kernel, in each dimension */
 #define WINDOW_OUTS    16
 #define WINDOW_TILE_D  2 /* outputs of a block */
-#define WINDOW_TILE_H  8
+#define WINDOW_TILE_H  4
 #define WINDOW_TILE_W  64
-#define WINDOW_WARPS   4                            /* that share a tile */
+#define WINDOW_WARPS   8                            /* that share a tile */
 #define WINDOW_PLANES  (WINDOW_TILE_D + WINDOW - 1) /* inputs under them */
 #define WINDOW_LINES   (WINDOW_TILE_H + WINDOW - 1)
 #define WINDOW_COLUMNS (WINDOW_TILE_W + WINDOW - 1)
@@ -40,11 +40,9 @@ extern "C" {
                                                       */
 #define WARP_LANES 32
 
-/* Of a channel's outputs in a warp's part of a tile, scaled by 2^exponent: sums of their distances
- * from a pivot. */
-struct window_part {
-    float pivot, sum, squares;
-    int exponent;
+/* Of n outputs: their mean, and the squares of their distances from it. */
+struct window_moments {
+    float mean, squares, n, unused;
 };
 
 /* Where a row goes, and what happens to it on the way. */
@@ -63,24 +61,30 @@ struct window_run {
     int64_t rows, in_elements;
     int channels, outs;
     int in[3], out[3], padding[3];
+    bool padded;             /* anywhere */
     int tiles[3], tiles_all; /* of a row */
     const uint4 *weights;    /* [tiles of 16 outputs][WINDOW_WEIGHTS] */
-    const int *exponents;    /* [outputs, padded to 16]: of the scaled weights */
+    const int
+        *exponents; /* [outputs, padded to 16]: of the scaled weights; behind them the lowest */
     const float *bias, *gamma, *beta;
     uint16_t offsets[WINDOW_SLOTS_MAX]; /* pairs from a window's first, by slot */
-    int groups;
-    int blocks; /* at a time */
-    int64_t group_size;
-    float eps;
-    struct window_part *parts; /* [rows, outputs padded, tiles, WINDOW_WARPS] */
-    struct window_end *ends;   /* [rows] */
-    float2 *stats;             /* [rows, outputs padded]: mean less bias, rstd gamma */
-    uint32_t *dealt;           /* [passes, tiles of outputs, 2]: tiles, blocks that saw the end */
+    /* Channels whose moments a tile makes one: a group's, or 16 of it. Powers of two. */
+    int together, together_log;
+    int sets_per_group; /* of 16 outputs, if groups have more */
+    int tile_sets;      /* of 16 outputs */
+    int blocks;         /* at a time */
+    int64_t spatial;
+    float group_size, eps;
+    struct window_moments *moments; /* [rows, tile sets, tiles, 16 / together] */
+    struct window_end *ends;        /* [rows] */
+    int32_t *again; /* [rows, tile sets, tiles]: a block's chain of what it does again */
+    /* Zeros before a run and after it: items dealt, warps that have ended, and of each row tiles
+     * whose moments are there. */
+    uint32_t *dealt, *ended, *arrived;
 };
 
 /* Before the first launch; tells how many blocks run at a time. */
 int window_ready(enum dtype dtype, int *ret_blocks, struct report *report);
-/* Convolves for the moments of every group, and again for the result. */
 int window_cuda(cudaStream_t stream, const struct window_run *run, const struct tail *tail,
                 struct report *report);
 

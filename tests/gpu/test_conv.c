@@ -114,13 +114,50 @@ static void test_shapes(void **state)
         {"float32", {5, 9, 11}, 16, 0, 4, 4e-6},   {"float32", {6, 21, 33}, 24, 1, 6, 4e-6},
         {"float32", {5, 11, 150}, 12, 0, 3, 4e-6}, {"float32", {4, 13, 131}, 40, 2, 5, 4e-6},
         {"float32", {7, 12, 34}, 32, 1, 1, 4e-6},  {"float32", {3, 30, 64}, 17, 1, 17, 4e-6},
-        {"float16", {5, 12, 66}, 16, 0, 8, 1e-3},  {"float16", {4, 9, 35}, 10, 1, 5, 1e-3},
-        {"bfloat16", {5, 12, 66}, 16, 0, 8, 8e-3}, {"bfloat16", {4, 9, 35}, 10, 1, 5, 8e-3},
+        {"float32", {5, 11, 37}, 96, 1, 2, 4e-6},  {"float32", {5, 11, 37}, 24, 1, 2, 4e-6},
+        {"float32", {4, 7, 30}, 20, 1, 4, 4e-6},   {"float16", {5, 12, 66}, 16, 0, 8, 1e-3},
+        {"float16", {4, 9, 35}, 10, 1, 5, 1e-3},   {"bfloat16", {5, 12, 66}, 16, 0, 8, 8e-3},
+        {"bfloat16", {4, 9, 35}, 10, 1, 5, 8e-3},
     };
 
     (void)state;
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         check_shape(&cases[i]);
+}
+
+/* A sample with more tiles than all blocks can hold is in part computed twice. */
+static void test_large(void **state)
+{
+    static const struct shape_case c = {"float32", {32, 132, 130}, 4, 0, 2, 0};
+
+    (void)state;
+    check(build(&c, "false", POINTS), 2, "a sample of 990 tiles", 4e-6);
+}
+
+/* The same rows give the same bits alone, among others, and again. */
+static void test_batches(void **state)
+{
+    static const struct shape_case c = {"float32", {6, 18, 34}, 16, 1, 8, 0};
+    struct pipeline *pipeline = build(&c, "false", POINTS);
+    size_t in = (size_t)shape_elements(&pipeline->in), out = (size_t)shape_elements(&pipeline->out);
+    enum { ROWS = 61 };
+    float *x = array(ROWS * in, 4), *want = array(ROWS * out, 4), *y = array(ROWS * out, 4);
+
+    (void)state;
+    models_input(x, ROWS * in, 9, -0.5f);
+    run(pipeline, x, want, ROWS, false);
+    for (int i = 0; i < 20; i++) {
+        run(pipeline, x, y, ROWS, false);
+        assert_memory_equal(y, want, ROWS * out * 4);
+    }
+    for (uint32_t row = 0; row < ROWS; row++) {
+        run(pipeline, x + row * in, y, 1, false);
+        assert_memory_equal(y, want + row * out, out * 4);
+    }
+    pipeline_free(pipeline);
+    free(x);
+    free(want);
+    free(y);
 }
 
 /* Two of them in one plan share work space: in as many rows the first one's moments lie where the
@@ -227,10 +264,9 @@ static void test_bound(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_two),
-        cmocka_unit_test(test_positions),
-        cmocka_unit_test(test_bound),
+        cmocka_unit_test(test_shapes),    cmocka_unit_test(test_large),
+        cmocka_unit_test(test_batches),   cmocka_unit_test(test_two),
+        cmocka_unit_test(test_positions), cmocka_unit_test(test_bound),
     };
     int r;
 
