@@ -63,7 +63,7 @@ struct nvml {
     bool running;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    bool ending; /* under lock, as what follows */
+    bool ending, ended; /* under lock, as what follows */
     struct nvml_reading reading;
 };
 
@@ -191,14 +191,13 @@ static struct nvml_reading ask(struct nvml *nvml)
     return reading;
 }
 
-static void *watch(void *data)
+static void watch(struct nvml *nvml)
 {
-    struct nvml *nvml = data;
     struct nvml_reading reading;
     struct timespec next;
 
     if (nvml->init() != 0)
-        return NULL;
+        return;
     if (nvml->by_bus(nvml->bus, &nvml->device) != 0)
         goto out;
     watch_events(nvml);
@@ -218,6 +217,17 @@ static void *watch(void *data)
         nvml->events_free(nvml->events);
 out:
     nvml->shutdown();
+}
+
+static void *run(void *data)
+{
+    struct nvml *nvml = data;
+
+    watch(nvml);
+    pthread_mutex_lock(&nvml->lock);
+    nvml->ended = true;
+    pthread_cond_broadcast(&nvml->wake);
+    pthread_mutex_unlock(&nvml->lock);
     return NULL;
 }
 
@@ -229,7 +239,7 @@ static int start(struct nvml *nvml)
     /* Signals are for the threads that expect them. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    r = -pthread_create(&nvml->thread, NULL, watch, nvml);
+    r = -pthread_create(&nvml->thread, NULL, run, nvml);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     nvml->running = r == 0;
     return r;
@@ -261,22 +271,32 @@ int nvml_new(const char *pci_bus_id, struct nvml **ret)
     return 0;
 }
 
-struct nvml *nvml_free(struct nvml *nvml)
+/* False: it hangs in the driver, and keeps what it uses. */
+static bool stop(struct nvml *nvml)
 {
     struct timespec end;
+    bool ended;
 
-    if (!nvml)
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec++;
+    pthread_mutex_lock(&nvml->lock);
+    nvml->ending = true;
+    pthread_cond_broadcast(&nvml->wake);
+    while (!nvml->ended && pthread_cond_timedwait(&nvml->wake, &nvml->lock, &end) == 0)
+        ;
+    ended = nvml->ended;
+    pthread_mutex_unlock(&nvml->lock);
+    if (ended)
+        pthread_join(nvml->thread, NULL);
+    else
+        pthread_detach(nvml->thread);
+    return ended;
+}
+
+struct nvml *nvml_free(struct nvml *nvml)
+{
+    if (!nvml || (nvml->running && !stop(nvml)))
         return NULL;
-    if (nvml->running) {
-        pthread_mutex_lock(&nvml->lock);
-        nvml->ending = true;
-        pthread_cond_signal(&nvml->wake);
-        pthread_mutex_unlock(&nvml->lock);
-        clock_gettime(CLOCK_MONOTONIC, &end);
-        end.tv_sec++;
-        if (pthread_clockjoin_np(nvml->thread, NULL, CLOCK_MONOTONIC, &end) != 0)
-            return NULL; /* it hangs in the driver, and keeps what it uses */
-    }
     if (nvml->library)
         dlclose(nvml->library);
     pthread_cond_destroy(&nvml->wake);
