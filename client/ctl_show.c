@@ -58,7 +58,7 @@ static void print_health(json_t *health)
     printf("; faults (Xid): %" PRIu64, n);
     if (n > 0)
         printf(", the last %" PRIu64, ctl_uint(health, "last_xid"));
-    printf("; lost by %s\n", ctl_str(health, "lost_by_xid"));
+    printf("; the server ends at %s\n", ctl_str(health, "lost_by_xid"));
 }
 
 static void print_device(json_t *device)

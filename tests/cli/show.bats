@@ -67,7 +67,7 @@ setup() {
     expect_output '^fused_device_xids_total\{.*\} 1$'
     expect_output '^fused_device_last_xid\{.*\} 31$'
     output=$output2
-    expect_output '^ +memory errors: 12 corrected, 3 uncorrected; faults \(Xid\): 1, the last 31; lost by those of the script$'
+    expect_output '^ +memory errors: 12 corrected, 3 uncorrected; faults \(Xid\): 1, the last 31; the server ends at those of the script$'
 }
 
 @test "metrics leave out what nobody watches" {

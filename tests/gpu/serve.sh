@@ -402,6 +402,7 @@ EOF
     soon 40 answers_or_ended one "$pid" && on one "$drive" golden "${served[@]}" || return
     grep -E '^(Uid|NoNewPrivs|CapBnd|Seccomp):' "/proc/$pid/status" | xargs echo "figure:"
     grep -q '^Uid:.65534' "/proc/$pid/status" || fail "not the sandbox's user" || return
+    echo "figure: faults (Xid) that the driver has told it: $(field one xids)"
     [ "$(count ok "$(on one "$drive" traffic "$a" host 1000 4)")" -gt 100 ] && stop "$pid"
 }
 
