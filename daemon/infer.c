@@ -16,7 +16,7 @@
 #include "clock.h"
 #include "server.h"
 
-#define PART_RUN 64 /* rows of an outer sum that come down in one piece */
+#define RUN_BYTES 512 /* of an outer sum, that come down in one piece at the link's rate */
 
 /* What is being checked: the first refusal is kept. */
 struct check {
@@ -249,12 +249,13 @@ static void cut(const struct server *server, const struct check *check,
     const bool outer = check->pipeline->outer_sum;
     const struct cost_move move = {check->in_bytes / job->rows, check->out_bytes / job->rows,
                                    info->link_bytes_per_s};
+    const uint32_t esize = (uint32_t)dtype_size(check->pipeline->dtype);
     uint32_t part = job->rows;
 
     if (!info->parts || (job->compact && !outer))
         return;
     if (info->device_memory && !request->is_bound)
-        part = cost_part(&version->cost, &move, job->rows, outer ? PART_RUN : 1);
+        part = cost_part(&version->cost, &move, job->rows, outer ? RUN_BYTES / esize : 1);
     request->item.cut_rows = version->model.max_rows;
     request->alone_rows = part < version->model.max_rows ? part : version->model.max_rows;
 }

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "kernels/cuda/faulty.h"
+#include "kernels/cuda/measure.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/nvml.h"
 #include "kernels/cuda/plan.h"
@@ -25,6 +26,7 @@
 struct backend {
     int device;
     struct cudaDeviceProp properties;
+    uint64_t link_bytes_per_s;
     struct gemm_library *library;
     struct nvml *nvml;
     struct slot *slots[SLOTS];
@@ -123,6 +125,8 @@ static int cuda_open(const struct backend_options *options, struct backend **ret
     if (r == 0)
         r = probe(backend, report);
     if (r == 0)
+        r = measure_link(&backend->link_bytes_per_s, report);
+    if (r == 0)
         r = open_parts(backend, report);
     if (r < 0) {
         cuda_close(backend);
@@ -148,6 +152,7 @@ static void cuda_info(struct backend *backend, struct backend_info *ret)
         .memory_total_bytes =
             reading.total_bytes ? reading.total_bytes : backend->properties.totalGlobalMem,
         .memory_free_bytes = reading.free_bytes,
+        .link_bytes_per_s = backend->link_bytes_per_s,
         .temperature_c = reading.temperature_c,
         .power_w = reading.power_w,
         .clock_mhz = reading.clock_mhz,
@@ -185,6 +190,8 @@ static int cuda_load(struct backend *backend, const struct pipeline *pipeline, u
         r = slot_new(backend->device, 0, &slot, report);
     if (r == 0)
         r = slot_warm(slot, plan, report);
+    if (r == 0)
+        r = measure_plan(slot, plan, report);
     slot_free(slot);
     if (r < 0) {
         plan_free(plan);
@@ -200,7 +207,9 @@ static void cuda_plan_info(const struct plan *plan, struct plan_info *ret)
         .resident_bytes = plan->resident_bytes,
         .arena_bytes = SLOTS * plan->size.all,
         .launches = plan->launches,
+        .n_costs = plan->n_costs,
     };
+    memcpy(ret->costs, plan->costs, sizeof(ret->costs));
     snprintf(ret->text, sizeof(ret->text), "%s", plan->text);
 }
 

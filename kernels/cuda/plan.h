@@ -9,7 +9,7 @@
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/linear_norm_min.h"
 
-#define SLOTS        3
+#define SLOTS        4
 #define SEGMENTS_MAX 1024 /* requests, or parts of them, in a block */
 #define TAILS_MAX    (MODEL_STAGES_MAX + 3)
 
@@ -103,6 +103,8 @@ struct plan {
     struct arena_size size;
     struct arena arenas[SLOTS];
     unsigned launches;
+    unsigned n_costs; /* as measured when it was loaded */
+    struct backend_cost costs[BACKEND_COSTS_MAX];
     char text[1024];
 };
 

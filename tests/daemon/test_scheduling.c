@@ -454,7 +454,7 @@ static void cuts_without_a_trace(void **state)
 /* On a device, bytes of the host's memory go in parts that overlap: of an outer sum, whole runs. */
 static void cuts_what_goes_over_the_link(void **state)
 {
-    enum { ALL = 20000, RUN = 64, AT = 6 << 20, SIZE = 17 << 20 };
+    enum { ALL = 20000, RUN = 128, AT = 6 << 20, SIZE = 17 << 20 };
     static const char batching[] = "batching = { max_rows = 32768; };\n";
     static float whole[ALL * A_OUT];
     struct proto_request request;
@@ -517,7 +517,7 @@ static void runs_whole_beside_others(void **state)
         if (reply.id == 102)
             assert_int_equal(reply.infer.batch_rows, ALL);
         else /* what was left of it */
-            assert_in_range(reply.infer.batch_rows, ALL / 2, ALL - 64);
+            assert_in_range(reply.infer.batch_rows, ALL / 2, ALL - 128);
     }
     assert_memory_equal((uint8_t *)shm.data + AT, (uint8_t *)shm.data + AT + NEXT,
                         (size_t)ALL * A_OUT * 4);
