@@ -223,6 +223,7 @@ static int cuda_start(struct backend *backend, unsigned slot, struct batch *batc
 {
     int r = CUDA(batch->report, cudaSetDevice(backend->device));
 
+    memory_note_start();
     backend->reports[slot] = batch->report;
     if (r == 0)
         r = faulty_start(&backend->faulty, batch->report);

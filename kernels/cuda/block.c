@@ -191,13 +191,8 @@ int block_download(struct slot *slot, bool *ret_any, struct report *report)
         if (copy->way != WAY_ENGINE)
             continue;
         any = true;
-        if (copy->height == 1)
-            r = CUDA(report, cudaMemcpyAsync(copy->to, copy->from, copy->width,
-                                             cudaMemcpyDeviceToHost, slot->stream));
-        else
-            r = CUDA(report,
-                     cudaMemcpy2DAsync(copy->to, copy->pitch, copy->from, copy->width, copy->width,
-                                       copy->height, cudaMemcpyDeviceToHost, slot->stream));
+        r = memory_download_runs(slot->parts[i].job->y_memory, copy->to, copy->pitch, copy->from,
+                                 copy->width, copy->height, slot->stream, report);
     }
     *ret_any = any;
     return r;
@@ -243,10 +238,9 @@ static int upload_part(struct slot *slot, const struct part *part, char *to, uin
             return CUDA(report,
                         cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, slot->stream));
     } else if (!job->x_memory) {
-        return CUDA(report, cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, slot->stream));
+        return memory_upload(NULL, to, from, size, slot->stream, report);
     } else if (size > PIECE_MAX) {
-        return CUDA(report, cudaMemcpyAsync(to, memory_at(job->x_memory, from), size,
-                                            cudaMemcpyDefault, slot->stream));
+        return memory_upload(job->x_memory, to, from, size, slot->stream, report);
     } else {
         from = memory_at(job->x_memory, from);
     }

@@ -389,6 +389,68 @@ static void test_parts(void **state)
     pipeline_free(full);
 }
 
+/* Pinned pages are ranges of 32 MiB to the driver: rows up, and results down, in one piece and in
+ * runs, lie across their borders. */
+static void check_pieces(const struct pipeline *pipeline, uint32_t rows, uint32_t most)
+{
+    struct device *device = device_get();
+    struct plan *plan = device_load(device, pipeline, most);
+    size_t in = (size_t)shape_elements(&pipeline->in) * 4 * rows;
+    size_t out = (size_t)shape_elements(&pipeline->out) * 4 * rows;
+    const size_t x_at = ((size_t)12 << 20) + 4, y_at = ((size_t)52 << 20) + 8;
+    struct region region = region_new(device, y_at + out, false);
+    float *x = array(in, 1), *want = array(out, 1);
+    struct job whole = {.x = x, .y = want, .y_size = out, .rows = rows};
+    struct job job, parts[3];
+    struct batch batch = {.plan = plan, .jobs = &job, .n_jobs = 1, .rows = rows}, batches[3];
+
+    assert_true(x_at + in < y_at);
+    assert_true(y_at + out > (size_t)64 << 20);
+    models_input(x, in / 4, 9, -0.5f);
+    device_run_in(device, plan, &whole, 1, &in, 2, 0);
+    assert_int_equal(whole.result, 0);
+    memcpy(region.at + x_at, x, in);
+    job = whole;
+    job.x = region.at + x_at;
+    job.y = region.at + y_at;
+    job.x_memory = job.y_memory = region.memory;
+    memset(job.y, 0xff, out);
+    assert_int_equal(device->ops->start(device->backend, 0, &batch), 0);
+    assert_int_equal(device_wait(device, 0, 10), 1);
+    assert_int_equal(job.result, 0);
+    same("whole", want, job.y, out / 4);
+    memset(job.y, 0xff, out);
+    for (uint32_t i = 0; i < 3; i++) {
+        parts[i] = job;
+        parts[i].first_row = i * (rows / 3);
+        parts[i].part_rows = i < 2 ? rows / 3 : rows - 2 * (rows / 3);
+        batches[i] = (struct batch){
+            .plan = plan, .jobs = &parts[i], .n_jobs = 1, .rows = parts[i].part_rows};
+        assert_int_equal(device->ops->start(device->backend, i, &batches[i]), 0);
+    }
+    for (unsigned i = 0; i < 3; i++) {
+        assert_int_equal(device_wait(device, i, 10), 1);
+        assert_int_equal(parts[i].result, 0);
+    }
+    same("in parts", want, job.y, out / 4);
+    region_free(device, &region);
+    device->ops->unload(device->backend, plan);
+    free(x);
+    free(want);
+}
+
+static void test_pieces(void **state)
+{
+    struct pipeline *a = models_a(&fixture, "float32", "fp32", 1024, 1024, 64);
+    struct pipeline *full = models_b(&fixture, false, 16, 64, 64, "0.5");
+
+    (void)state;
+    check_pieces(a, 6001, 2048);
+    check_pieces(full, 13, 8);
+    pipeline_free(a);
+    pipeline_free(full);
+}
+
 /* Many requests in no buffer, and a device that is busy: start and poll copy what they must, and
  * never wait for the device. */
 static void test_never_waits(void **state)
@@ -952,6 +1014,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_masks),       cmocka_unit_test(test_accuracy),
         cmocka_unit_test(test_faults),      cmocka_unit_test(test_overflow),
         cmocka_unit_test(test_parts),       cmocka_unit_test(test_never_waits),
+        cmocka_unit_test(test_pieces),
     };
     int r;
 
