@@ -169,6 +169,41 @@ static void shares_fairly(void **state)
     daemon_stop(&flooded);
 }
 
+/* A flood gains nothing by connecting again and again: 128 refusals in 10 ms are its uid's. */
+static void counts_refusals_across_connections(void **state)
+{
+    enum { A_CONNECTION = 100, LIMIT = 12800 };
+    struct proto_request release = {.verb = VERB_BUFFER_RELEASE, .buffer_release.buffer = 999};
+    unsigned n = 0;
+    struct proto_reply reply;
+    struct daemon d;
+    double begin, seconds;
+
+    (void)state;
+    daemon_start(&d, NULL, NULL);
+    judge_first(&d, &before);
+    begin = now_s();
+    while (now_s() - begin < 1) {
+        client_start(&c, &d);
+        for (int i = 0; i < A_CONNECTION; i++) {
+            release.id = 0;
+            client_send(&c, &release, -1);
+        }
+        for (int i = 0; i < A_CONNECTION; i++) {
+            assert_true(client_recv(&c, &reply, NULL));
+            assert_error(&reply, ERR_NOT_FOUND);
+            n++;
+        }
+        client_close(&c);
+    }
+    seconds = now_s() - begin;
+    print_message("%u refused in %.2f s over %u connections\n", n, seconds, n / A_CONNECTION);
+    /* A turn of the loop may take a few more, once a window. */
+    assert_true(n < 1.3 * LIMIT * seconds + 2 * A_CONNECTION);
+    judge(&d, &before);
+    daemon_stop(&d);
+}
+
 /* ---- a thousand that say nothing, a thousand that say half ---- */
 
 static void outlasts_the_silent(void **state)
@@ -409,9 +444,9 @@ static void holds_ten_thousand(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shares_fairly),         cmocka_unit_test(outlasts_the_silent),
-        cmocka_unit_test(bounds_what_is_unread), cmocka_unit_test(holds_every_limit),
-        cmocka_unit_test(holds_ten_thousand),
+        cmocka_unit_test(shares_fairly),       cmocka_unit_test(counts_refusals_across_connections),
+        cmocka_unit_test(outlasts_the_silent), cmocka_unit_test(bounds_what_is_unread),
+        cmocka_unit_test(holds_every_limit),   cmocka_unit_test(holds_ten_thousand),
     };
 
     return cmocka_run_group_tests(tests, start, NULL);
