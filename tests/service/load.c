@@ -8,9 +8,10 @@
  *
  * Prints "sent" when a burst is on its way, and at the end one line of NAME=N: connects that
  * worked, were refused (nobody listened) or failed otherwise, and requests by their one final
- * answer; "unanswered" are those whose connection ended first, "unsent" those that it did not take
- * any more. A client always sends the same row, so every answer must have the bits of its first
- * one; the others are "wrong". "gap_ms" is the longest time that one client went without a result.
+ * answer; "unanswered" are those, hello among them, whose connection ended first, "unsent" those
+ * that it did not take any more. A client always sends the same row, so every answer must have the
+ * bits of its first one; the others are "wrong". "gap_ms" is the longest time that one client went
+ * without a result.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -120,6 +121,8 @@ static struct fused *connect_once(struct client *client)
         fused_set_timeout(f, TIMEOUT_MS);
     } else if (r == -ECONNREFUSED || r == -ENOENT) {
         client->refused++;
+    } else if (r == -EPIPE) {
+        client->unanswered++; /* its hello: whoever took the connection has ended */
     } else {
         client->failed++;
     }
