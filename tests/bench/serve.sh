@@ -1,8 +1,9 @@
 #!/bin/bash
 # serve.sh: the serving table of this machine: a daemon (backend auto) on a small model and the shipped gemm-groupnorm-min-bias,
-# fusectl bench in several mixes, every answer verified, and PyTorch in process doing the same work beside it where $PYTHON
-# has it (one request after the other, as many threads as the daemon's). Then the cost of a call beside a bare ping-pong. A
-# table, and JSON under $B/bench. SECONDS_EACH (default 3) for each line; BENCH_SMALL=1 leaves the large model out.
+# fusectl bench in several mixes, answers verified but for those of 32 MiB, where clients would do little else; and PyTorch in
+# process doing the same work beside it where $PYTHON has it (one request after the other, on the same device; as many threads
+# as the daemon's). Then the cost of a call beside a bare ping-pong. A table, and JSON under $B/bench.
+# SECONDS_EACH (default 3) for each line; BENCH_SMALL=1 leaves the large model out.
 set -eu
 B=${B:-build}
 each=${SECONDS_EACH:-3}
@@ -91,10 +92,10 @@ print(f'{sys.argv[1]:44} {r["requests_per_s"]:10.1f} {r["rows_per_s"]:11.1f} ' +
 END
 }
 
-results=()
+results=() verify=--verify
 bench() { # LABEL MODEL OPTIONS...
     local out=$dir/serve.${#results[@]}.json
-    "$B/fusectl" bench "$2" --json --verify --duration "$each" "${@:3}" >"$out" || {
+    "$B/fusectl" bench "$2" --json $verify --duration "$each" "${@:3}" >"$out" || {
         [ -s "$out" ] || exit 1
     }
     results+=("$out")
@@ -103,13 +104,15 @@ bench() { # LABEL MODEL OPTIONS...
 
 torch() { # LABEL MODEL ROWS
     local out=$dir/serve.${#results[@]}.json
-    if "$python" tests/bench/serve_torch.py "$threads" "$each" "$2" "$3" >"$out" 2>/dev/null; then
+    if "$python" tests/bench/serve_torch.py "$threads" "$each" "$device" "$2" "$3" >"$out" 2>/dev/null; then
         results+=("$out")
         row "$1" "$out"
     fi
 }
 
 start "$dir/models"
+device=$("$B/fusectl" status --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["backend"])')
+[ "$device" = cuda ] || device=cpu
 "$B/fusectl" status | sed -n 's/^\(backend\|device\) */\1: /p' | sed '/^device: *$/d'
 "$python" -c 'import torch; print("yardstick: PyTorch", torch.__version__, "in process")' 2>/dev/null ||
     echo "yardstick: none, for $python has no PyTorch"
@@ -126,6 +129,13 @@ if [ "${BENCH_SMALL:-0}" = 0 ]; then
     torch "  PyTorch" A 1
     bench "A, 64 rows" $large --rows 64
     torch "  PyTorch" A 64
+    if [ "$device" = cuda ]; then
+        verify=
+        bench "A, 1024 rows" $large --rows 1024
+        torch "  PyTorch" A 1024
+        bench "A, 1024 rows, 8 clients" $large --rows 1024 --clients 8
+        verify=--verify
+    fi
     bench "A, 1 row, 8 clients x 4" $large --clients 8 --in-flight 4
 fi
 stop
