@@ -11,20 +11,25 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "kernels/cuda/conv.h"
 #include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/implicit.h"
 
-#define THREADS       256
-#define BLOCK_OUTS    (INT64_C(1) << 21) /* outputs that keep a device busy */
-#define BLOCK_MAX     64                 /* samples */
-#define RANK          5
-#define WORKSPACE_MAX (UINT64_C(256) << 20)
+#define THREADS         256
+#define BLOCK_OUTS      (INT64_C(1) << 21) /* outputs that keep a device busy */
+#define BLOCK_MAX       64                 /* samples */
+#define RANK            5
+#define DIRECT_CHANNELS 5
+#define WORKSPACE_MAX   (UINT64_C(256) << 20)
+
+enum way { WAY_DIRECT, WAY_IMPLICIT, WAY_CUDNN };
 
 struct conv {
     struct conv_shape shape;
-    bool direct;
-    float *weights, *bias; /* bias: padded to whole tiles of direct.cu; NULL: none */
-    int64_t block;         /* samples of one call of cuDNN */
+    enum way way;
+    struct implicit implicit;
+    void *weights;
+    float *bias;   /* padded to whole tiles of direct.cu; NULL: none */
+    int64_t block; /* samples of one call of cuDNN */
     cudnnHandle_t handle;
     cudnnTensorDescriptor_t x, y;
     cudnnFilterDescriptor_t filter;
@@ -64,6 +69,26 @@ static int64_t product(const int64_t dims[3])
     return dims[0] * dims[1] * dims[2];
 }
 
+/* With few channels, float32 units are not behind tensor cores whose steps are half empty. */
+static enum way way_of(const struct conv_shape *shape)
+{
+    bool few = shape->in_channels <= DIRECT_CHANNELS && direct_fits(shape);
+
+    if (!few && implicit_fits(shape))
+        return WAY_IMPLICIT;
+    return shape->dtype == DTYPE_FLOAT32 && direct_fits(shape) ? WAY_DIRECT : WAY_CUDNN;
+}
+
+extern "C" bool conv_native(const struct conv_shape *shape)
+{
+    return shape->dtype != DTYPE_FLOAT32 && way_of(shape) == WAY_IMPLICIT;
+}
+
+extern "C" bool conv_pads(const struct conv_shape *shape)
+{
+    return way_of(shape) == WAY_CUDNN;
+}
+
 static int64_t block_of(const struct conv_shape *shape)
 {
     int64_t outs = shape->out_channels * product(shape->out);
@@ -75,15 +100,22 @@ static int64_t block_of(const struct conv_shape *shape)
 
 extern "C" int64_t conv_rows(const struct conv_shape *shape, int64_t rows)
 {
-    int64_t block = direct_fits(shape) ? 1 : block_of(shape);
+    int64_t block = conv_pads(shape) ? block_of(shape) : 1;
 
     return (rows + block - 1) / block * block;
 }
 
-static int64_t weights_of(const struct conv_shape *shape)
+static uint64_t weights_of(const struct conv_shape *shape)
 {
-    return direct_fits(shape) ? direct_weights(shape)
-                              : shape->out_channels * shape->in_channels * product(shape->kernel);
+    switch (way_of(shape)) {
+    case WAY_DIRECT:
+        return (uint64_t)direct_weights(shape) * sizeof(float);
+    case WAY_IMPLICIT:
+        return implicit_weights(shape);
+    default:
+        return (uint64_t)(shape->out_channels * shape->in_channels * product(shape->kernel)) *
+               sizeof(float);
+    }
 }
 
 static int64_t bias_of(const struct conv_shape *shape)
@@ -93,7 +125,7 @@ static int64_t bias_of(const struct conv_shape *shape)
 
 extern "C" uint64_t conv_resident(const struct conv_shape *shape)
 {
-    return (uint64_t)(weights_of(shape) + bias_of(shape)) * sizeof(float);
+    return weights_of(shape) + (uint64_t)bias_of(shape) * sizeof(float);
 }
 
 /* cuDNN */
@@ -179,12 +211,14 @@ static int take_weights(struct conv *conv, const float *weight, const float *bia
                         cudaStream_t stream, struct report *report)
 {
     const struct conv_shape *shape = &conv->shape;
-    size_t size = (size_t)weights_of(shape) * sizeof(float);
+    size_t size = weights_of(shape);
     int r;
 
-    r = CUDA(report, cudaMalloc((void **)&conv->weights, size));
-    if (r == 0 && conv->direct)
-        r = direct_repack(shape, stream, weight, conv->weights, report);
+    r = CUDA(report, cudaMalloc(&conv->weights, size));
+    if (r == 0 && conv->way == WAY_DIRECT)
+        r = direct_repack(shape, stream, weight, (float *)conv->weights, report);
+    else if (r == 0 && conv->way == WAY_IMPLICIT)
+        r = implicit_repack(&conv->implicit, shape, stream, weight, conv->weights, report);
     else if (r == 0)
         r = CUDA(report,
                  cudaMemcpyAsync(conv->weights, weight, size, cudaMemcpyDeviceToDevice, stream));
@@ -210,18 +244,24 @@ extern "C" int conv_new(const struct conv_shape *shape, const float *weight, con
     if (!conv)
         return report_set(report, -ENOMEM, "out of memory");
     conv->shape = *shape;
-    conv->direct = direct_fits(shape);
-    r = take_weights(conv, weight, bias, stream, report);
+    conv->way = way_of(shape);
+    r = conv->way == WAY_DIRECT     ? direct_prepare(shape, report)
+        : conv->way == WAY_IMPLICIT ? implicit_prepare(shape, &conv->implicit, report)
+                                    : set_up_cudnn(conv, report);
     if (r == 0)
-        r = conv->direct ? direct_prepare(shape, report) : set_up_cudnn(conv, report);
+        r = take_weights(conv, weight, bias, stream, report);
     if (r == 0)
         r = CUDA(report, cudaStreamSynchronize(stream));
     if (r < 0) {
         conv_free(conv);
         return r;
     }
-    if (conv->direct)
+    if (conv->way == WAY_DIRECT)
         snprintf(conv->text, sizeof(conv->text), "from shared memory, float32 multiply-adds");
+    else if (conv->way == WAY_IMPLICIT)
+        snprintf(conv->text, sizeof(conv->text), "tensor cores, %s, tiles of %d x %d x %d",
+                 shape->dtype == DTYPE_FLOAT32 ? "three products of TF32 parts" : "one product",
+                 conv->implicit.tile[0], conv->implicit.tile[1], conv->implicit.tile[2]);
     else
         snprintf(conv->text, sizeof(conv->text),
                  "cuDNN algorithm %d, float32 multiply-adds, blocks of %lld samples",
@@ -264,7 +304,7 @@ extern "C" unsigned conv_launches(const struct conv *conv, int64_t rows)
 {
     unsigned blocks;
 
-    if (conv->direct)
+    if (conv->way != WAY_CUDNN)
         return 1;
     blocks = (unsigned)(conv_rows(&conv->shape, rows) / conv->block);
     return blocks + (conv->bias != NULL);
@@ -280,7 +320,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" int conv_run(const struct conv *conv, cudaStream_t stream, void *workspace,
-                        const float *x, int64_t rows, float *y, struct report *report)
+                        const void *x, int64_t rows, float *y, struct report *report)
 {
     const struct conv_shape *shape = &conv->shape;
     int64_t in = shape->in_channels * product(shape->in);
@@ -288,14 +328,18 @@ extern "C" int conv_run(const struct conv *conv, cudaStream_t stream, void *work
     float one = 1, zero = 0;
     int r;
 
-    if (conv->direct)
-        return direct_cuda(shape, stream, conv->weights, conv->bias, x, rows, y, report);
+    if (conv->way == WAY_DIRECT)
+        return direct_cuda(shape, stream, (const float *)conv->weights, conv->bias,
+                           (const float *)x, rows, y, report);
+    if (conv->way == WAY_IMPLICIT)
+        return implicit_cuda(&conv->implicit, shape, stream, conv->weights, conv->bias, x, rows, y,
+                             report);
     r = CUDNN(report, cudnnSetStream(conv->handle, stream));
     for (int64_t row = 0; r == 0 && row < rows; row += conv->block)
-        r = CUDNN(report,
-                  cudnnConvolutionForward(conv->handle, &one, conv->x, x + row * in, conv->filter,
-                                          conv->weights, conv->window, conv->algo, workspace,
-                                          conv->workspace, &zero, conv->y, y + row * out));
+        r = CUDNN(report, cudnnConvolutionForward(
+                              conv->handle, &one, conv->x, (const float *)x + row * in,
+                              conv->filter, conv->weights, conv->window, conv->algo, workspace,
+                              conv->workspace, &zero, conv->y, y + row * out));
     if (r < 0 || !conv->bias)
         return r;
     bias_kernel<<<(unsigned)((n + THREADS - 1) / THREADS), THREADS, 0, stream>>>(

@@ -1,8 +1,8 @@
 /*
- * conv.h - three-dimensional convolution, float32
+ * conv.h - three-dimensional convolution, to float32
  *
- * Two ways: direct.cu for windows that fit in shared memory (few channels, stride 1), cuDNN for the
- * rest. Both give a sample the same bits in any batch.
+ * Three ways: direct.cu for few channels and stride 1, implicit.cu for more on tensor cores, cuDNN
+ * for the rest. All give a sample the same bits in any batch.
  */
 #pragma once
 
@@ -15,11 +15,17 @@ extern "C" {
 struct conv_shape {
     int64_t in_channels, out_channels;
     int64_t in[3], out[3], kernel[3], stride[3], padding[3];
-    int64_t rows; /* at most, in one run */
+    int64_t rows;     /* at most, in one run */
+    enum dtype dtype; /* of x; and then weights are numbers of that type */
+    bool normed;      /* group_norm takes the result: NaN may stand for an infinity */
 };
 
 struct conv;
 
+/* Whether 16-bit x is taken as it is; else x is float32, whatever the model's type. */
+bool conv_native(const struct conv_shape *shape);
+/* Whether samples beyond the last are read. */
+bool conv_pads(const struct conv_shape *shape);
 /* Bytes of the weights as they are kept. */
 uint64_t conv_resident(const struct conv_shape *shape);
 /* Samples that x and y must have room for: rows, padded to whole blocks. */
@@ -31,7 +37,7 @@ struct conv *conv_free(struct conv *conv);
 uint64_t conv_workspace(const struct conv *conv);
 const char *conv_text(const struct conv *conv);
 unsigned conv_launches(const struct conv *conv, int64_t rows);
-int conv_run(const struct conv *conv, cudaStream_t stream, void *workspace, const float *x,
+int conv_run(const struct conv *conv, cudaStream_t stream, void *workspace, const void *x,
              int64_t rows, float *y, struct report *report);
 
 /* direct.cu. Weights are repacked to [tiles of 16 outputs, in, kernel, 16]. */

@@ -121,8 +121,8 @@ static uint64_t measure(struct builder *b)
 
         if (plan->steps[i].kind == STEP_CONV3D)
             padded = conv_rows(&b->convs[b->stage_of[i]], plan->rows_max);
-        if (plan->steps[i].kind == STEP_CONV3D && !direct_fits(&b->convs[b->stage_of[i]]) &&
-            plan->steps[i].from == BUFFER_X)
+        if (plan->steps[i].kind == STEP_CONV3D && plan->steps[i].from == BUFFER_X &&
+            conv_pads(&b->convs[b->stage_of[i]]))
             plan->x_in_place = false;
         rows = padded > rows ? padded : rows;
     }

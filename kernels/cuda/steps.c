@@ -118,11 +118,25 @@ static struct conv_shape conv_shape(const struct stage *stage, int64_t rows)
     return conv;
 }
 
+/* Stages that compute in float32 from 16-bit input want it widened. */
+static void add_widen(struct builder *b, bool wanted)
+{
+    if (!b->wide && wanted)
+        add_step(b, STEP_WIDEN, b->elements);
+}
+
 static void add_conv3d(struct builder *b)
 {
-    const struct stage *stage = next(b, 0);
+    const struct stage *stage = next(b, 0), *norm = next(b, 1);
+    struct conv_shape *shape = &b->convs[b->stage];
 
-    b->convs[b->stage] = conv_shape(stage, b->plan->rows_max);
+    *shape = conv_shape(stage, b->plan->rows_max);
+    shape->dtype = b->wide ? DTYPE_FLOAT32 : b->plan->dtype;
+    shape->normed = norm && norm->op == OP_GROUP_NORM;
+
+    add_widen(b, !conv_native(shape));
+    if (b->wide)
+        shape->dtype = DTYPE_FLOAT32;
     add_step(b, STEP_CONV3D, shape_elements(&stage->out));
     b->stage++;
 }
@@ -333,9 +347,7 @@ static void add_stages(struct builder *b)
 {
     const struct stage *stage;
 
-    if (b->plan->dtype != DTYPE_FLOAT32 && next(b, 0) && next(b, 0)->op != OP_LINEAR &&
-        !(next(b, 0)->op == OP_CONV3D && add_conv_norm(b)))
-        add_step(b, STEP_WIDEN, b->elements);
+    add_widen(b, next(b, 0) && next(b, 0)->op != OP_LINEAR && next(b, 0)->op != OP_CONV3D);
     for (stage = next(b, 0); stage; stage = next(b, 0)) {
         switch (stage->op) {
         case OP_LINEAR:

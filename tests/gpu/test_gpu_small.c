@@ -147,12 +147,33 @@ static void small_conv(void **state)
         true, 1e-4, 1, 4);
 }
 
+/* Any shape on tensor cores: tiles of 16, 32, 48 and 64 outputs, several groups of channels, the
+ * last of them in part; 16 bits with a norm behind them and without. */
+static void small_conv_implicit(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "7, 5, 9, 11") CONV3D("10") "stride = 2; padding = 1; }," NORM("5")
+            POINTS("0.5"),
+        true, true, 1e-4, 1, 4);
+    RUN(MODEL("float32", "fp32", "20, 4, 7, 13") CONV3D("70") "padding = 1; }," NORM("7")
+            POINTS("0.5"),
+        false, true, 1e-4, 3);
+    RUN(MODEL("float32", "fp32", "9, 3, 8, 8") CONV3D("20") "stride = [1, 2, 3]; }," NORM("1")
+            POINTS("0.5"),
+        false, true, 1e-4, 4);
+    RUN(MODEL("float16", "fp32", "17, 3, 6, 9") CONV3D("24") "}," NORM("4") POINTS("0.5"), true,
+        false, 1e-2, 1, 4);
+    RUN(MODEL("bfloat16", "fp32", "6, 5, 5, 20")
+            CONV3D("48") "padding = [0, 1, 2]; }," POINTS("0.5"),
+        true, true, 5e-2, 3);
+}
+
 /* cuDNN's, and the bias behind it. */
 static void small_conv_library(void **state)
 {
     (void)state;
-    RUN(MODEL("float32", "fp32", "2, 5, 9, 11") CONV3D("6") "stride = 2; padding = 1; }," NORM("3")
-            POINTS("0.5"),
+    RUN(MODEL("float32", "fp32", "2, 5, 9, 11")
+            CONV3D("6") "stride = 2; padding = 1; }," POINTS("0.5"),
         false, false, 1e-4, 1, 4);
 }
 
@@ -193,7 +214,7 @@ int main(void)
         cmocka_unit_test(small_kinds),    cmocka_unit_test(small_library),
         cmocka_unit_test(small_conv),     cmocka_unit_test(small_conv_library),
         cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
-        cmocka_unit_test(small_constant),
+        cmocka_unit_test(small_constant), cmocka_unit_test(small_conv_implicit),
     };
     int r;
 
