@@ -2,9 +2,9 @@
  * guard.c - which rows a proof covers, and the way of those that it does not
  *
  * The device finds the largest |x| of each row and fills in the constant, or NaN, where the proof
- * says so. The host then reads the same maxima: rows that the guard stopped are moved together and
- * run through every step, as segments of their own. A compact result gets a byte per row here, and
- * behind them the rows that came in full, in order.
+ * says so (constant.cu). The host then reads the same maxima: rows that the guard stopped are moved
+ * together and run through every step, as segments of their own. A compact result gets a byte per
+ * row here, and behind them the rows that came in full, in order.
  */
 #include <errno.h>
 #include <string.h>
@@ -14,19 +14,7 @@
 
 int guard_begin(struct slot *slot, struct report *report)
 {
-    const struct plan *plan = slot->plan;
-    struct arena *arena = block_arena(slot);
-    int r;
-
-    r = tops_cuda(slot->stream, plan->dtype, slot->block.x, slot->block.rows, plan->in_elements,
-                  arena->tops, report);
-    if (r == 0)
-        r = plan_fill(plan, arena, slot->stream, &slot->block, report);
-    if (r == 0)
-        r = CUDA(report, cudaMemcpyAsync(arena->tops_host, arena->tops,
-                                         (size_t)slot->block.rows * sizeof(uint32_t),
-                                         cudaMemcpyDeviceToHost, slot->stream));
-    return r;
+    return plan_guard(slot->plan, block_arena(slot), slot->stream, &slot->block, report);
 }
 
 enum state { STATE_CONSTANT, STATE_NAN, STATE_FULL };
@@ -89,19 +77,29 @@ static bool place_compact_row(struct slot *slot, struct part *row, const struct 
     return true;
 }
 
-static bool all_full(const struct slot *slot)
+/* The first of the rows that need the full path, when these lie side by side where x is, and can be
+ * read there; else -1. */
+static int64_t side_by_side(const struct slot *slot)
 {
+    uint64_t bytes = (uint64_t)slot->plan->in_elements * dtype_size(slot->plan->dtype);
+    int64_t first = -1, end = -1;
+
     for (int i = 0; i < slot->n_parts; i++)
-        if (slot->parts[i].job->compact)
-            return false;
-    for (int64_t row = 0; row < slot->block.rows; row++)
+        if (slot->parts[i].job->compact) /* some may find no room */
+            return -1;
+    for (int64_t row = 0; row < slot->block.rows; row++) {
         if (state_of(slot, row) != STATE_FULL)
-            return false;
-    return true;
+            continue;
+        if (end >= 0 && end != row)
+            return -1;
+        first = first < 0 ? row : first;
+        end = row + 1;
+    }
+    return first == 0 || (slot->plan->x_in_place && bytes % 16 == 0) ? first : -1;
 }
 
-/* Moves the rows that need the full path to the front of the arena's x, and makes a segment of
- * each. The rows of a part that follow one another share one. */
+/* Moves the rows that need the full path to the front of the arena's x, where they are not together
+ * already, and makes a segment of each. The rows of a part that follow one another share one. */
 static int gather_full(struct slot *slot, int *ret_n, struct report *report)
 {
     const struct plan *plan = slot->plan;
@@ -112,8 +110,7 @@ static int gather_full(struct slot *slot, int *ret_n, struct report *report)
     const char *from = slot->block.x;
     struct segment *segments = slot->tables.segments;
     int n_parts = slot->n_parts, n = 0, r = 0;
-    bool all = all_full(slot); /* then they lie in order already */
-    int64_t rows = 0;
+    int64_t in_place = side_by_side(slot), rows = 0;
 
     for (int i = 0; i < n_parts; i++) {
         struct part *part = &slot->parts[i];
@@ -127,7 +124,7 @@ static int gather_full(struct slot *slot, int *ret_n, struct report *report)
             if (compact &&
                 !place_compact_row(slot, &slot->parts[slot->n_parts], part, k, out_bytes))
                 continue;
-            if (!all && (from != x || rows != row))
+            if (in_place < 0 && (from != x || rows != row))
                 r = CUDA(report, cudaMemcpyAsync(x + (uint64_t)rows * in_bytes,
                                                  from + (uint64_t)row * in_bytes, in_bytes,
                                                  cudaMemcpyDeviceToDevice, slot->stream));
@@ -148,8 +145,7 @@ static int gather_full(struct slot *slot, int *ret_n, struct report *report)
         }
     }
     slot->block.rows = rows;
-    if (!all)
-        slot->block.x = x;
+    slot->block.x = in_place < 0 ? x : from + (uint64_t)in_place * in_bytes;
     *ret_n = n;
     return r;
 }

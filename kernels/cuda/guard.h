@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/block.h"
 
-/* Enqueues the maxima of the rows, the fill, and the maxima's way to the host. */
+/* Enqueues the guard and the fill. */
 int guard_begin(struct slot *slot, struct report *report);
 /* When that has ended. 1: more was enqueued; 0: the block has ended; or negative. */
 int guard_end(struct slot *slot, struct report *report);

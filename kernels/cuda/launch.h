@@ -74,9 +74,8 @@ struct tail {
         int rank;             /* of inner */
         int64_t dims[TENSOR_RANK_MAX], from_stride[TENSOR_RANK_MAX], stride[TENSOR_RANK_MAX];
     } add;
-    struct {                  /* one number for every row that the guard lets pass */
-        const uint32_t *tops; /* [rows]: largest |x|, as bits */
-        uint32_t bound;
+    struct {            /* one number for every row that the guard lets pass */
+        uint32_t bound; /* of |x|, as a float's bits */
         float value;
         bool nonfinite_spreads;
     } constant;
@@ -108,9 +107,17 @@ int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struc
 bool outer_fits(const struct tail *tail);
 int outer_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, struct report *report);
 
-/* constant.cu: the guard's look at the input. */
-int tops_cuda(cudaStream_t stream, enum dtype dtype, const void *x, int64_t rows, int64_t elements,
-              uint32_t *tops, struct report *report);
+/* constant.cu: the guard's look at the input, and behind it the fill of the rows that it lets pass.
+ * The tail's constant and dropouts say with what. */
+struct guard {
+    const void *x; /* [rows, elements], in the tail's dtype */
+    int64_t rows, elements;
+    uint32_t *work; /* constant_work() bytes, which are zeros before a run and after it */
+    uint32_t *tops; /* in pinned host memory, [rows]: the largest |x|, as a float's bits */
+};
+uint64_t constant_work(int64_t rows);
+int constant_cuda(cudaStream_t stream, const struct guard *guard, const struct tail *tail,
+                  int32_t tiles, struct report *report);
 
 /* norm.cu */
 struct stats {

@@ -55,14 +55,27 @@ extern "C" int widen_cuda(cudaStream_t stream, enum dtype dtype, const void *fro
     return CUDA_LAUNCHED(report);
 }
 
+/* It is there before the kernel in front has ended, where that one allows it. */
 static __global__ void flag_kernel(uint32_t *flag, uint32_t value)
 {
+    previous_wait();
     __threadfence_system();
     *(volatile uint32_t *)flag = value;
 }
 
 extern "C" int flag_cuda(cudaStream_t stream, uint32_t *flag, uint32_t value, struct report *report)
 {
-    flag_kernel<<<1, 1, 0, stream>>>(flag, value);
-    return CUDA_LAUNCHED(report);
+    void *arguments[] = {&flag, &value};
+    int device, major;
+    int r = CUDA(report, cudaGetDevice(&device));
+
+    if (r == 0)
+        r = CUDA(report, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (r == 0 && major >= 9)
+        return launch_early((const void *)flag_kernel, dim3(1), 1, 1, 0, stream, arguments, report);
+    if (r == 0) {
+        flag_kernel<<<1, 1, 0, stream>>>(flag, value);
+        r = CUDA_LAUNCHED(report);
+    }
+    return r;
 }

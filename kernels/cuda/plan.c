@@ -96,10 +96,9 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
 
 static void sum_up(struct arena_size *size)
 {
-    const uint64_t parts[] = {size->result,         size->stats,     size->partial,
-                              size->operand,        size->exponents, size->sums,
-                              size->gemm_workspace, size->fused,     size->counters,
-                              size->workspace,      size->tops};
+    const uint64_t parts[] = {size->result,    size->stats,     size->partial,        size->operand,
+                              size->exponents, size->sums,      size->gemm_workspace, size->fused,
+                              size->counters,  size->workspace, size->guard};
 
     size->all = 0;
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++)
@@ -129,7 +128,7 @@ static uint64_t measure(struct builder *b)
     raise(&plan->size.buffers[BUFFER_X], bytes(rows, plan->in_elements, esize));
     raise(&plan->size.result, bytes(plan->rows_max, plan->out_elements, esize));
     if (plan->proof.constant)
-        raise(&plan->size.tops, bytes(plan->rows_max, 1, sizeof(uint32_t)));
+        raise(&plan->size.guard, constant_work(plan->rows_max));
     for (int i = 0; i < plan->n_steps; i++)
         resident = size_plus(resident, measure_step(b, i, rows));
     for (int i = 0; i < b->pipeline->n_stages; i++)
@@ -363,7 +362,7 @@ static void describe(struct plan *plan)
                                                                            : 1u;
     }
     if (plan->fill)
-        plan->launches = 2; /* guard, fill */
+        plan->launches = 1; /* guard and fill */
     plan->launches++;       /* the flag */
 }
 

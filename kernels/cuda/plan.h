@@ -66,17 +66,17 @@ struct arena {
     float2 *stats;
     double2 *partial;
     struct gemm_work gemm;
-    void *fused;        /* of linear_norm_min, conv_norm */
-    uint32_t *counters; /* of conv_norm alone */
-    void *workspace;    /* of convolutions */
-    uint32_t *tops;
+    void *fused;         /* of linear_norm_min, conv_norm */
+    uint32_t *counters;  /* of conv_norm alone */
+    void *workspace;     /* of convolutions */
+    uint32_t *guard;     /* of constant.cu: zeros between its runs */
     uint32_t *tops_host; /* pinned */
     uint8_t *states;     /* pinned: what a compact result begins with */
 };
 
 struct arena_size {
     uint64_t buffers[BUFFERS], result, stats, partial, operand, exponents, sums, gemm_workspace,
-        fused, counters, workspace, tops, all;
+        fused, counters, workspace, guard, all;
 };
 
 struct plan {
@@ -129,6 +129,7 @@ struct plan *plan_free(struct plan *plan);
 /* Every stage, from block->x to the segments' y. */
 int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
              const struct block *block, struct report *report);
-/* What the proof knows: rows that the guard lets pass. arena->tops must hold the rows' maxima. */
-int plan_fill(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
-              const struct block *block, struct report *report);
+/* What the proof knows: the guard over all rows, the fill of those that it lets pass, and every
+ * row's maximum in arena->tops_host. */
+int plan_guard(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+               const struct block *block, struct report *report);

@@ -36,14 +36,14 @@ static int new_arena(const struct plan *plan, struct arena *arena, struct report
     arena->fused = take(&at, size->fused);
     arena->counters = take(&at, size->counters);
     arena->workspace = take(&at, size->workspace);
-    arena->tops = take(&at, size->tops);
+    arena->guard = take(&at, size->guard);
     /* Padding is computed on and never read: it must only be numbers of ours. Counters begin at 0.
      */
     r = CUDA(report, cudaMemset(arena->memory, 0, size->all));
-    if (r == 0 && size->tops)
+    if (r == 0 && size->guard)
         r = CUDA(report, cudaMallocHost((void **)&arena->tops_host,
                                         plan->rows_max * sizeof(*arena->tops_host)));
-    if (r == 0 && size->tops)
+    if (r == 0 && size->guard)
         r = CUDA(report, cudaMallocHost((void **)&arena->states, plan->rows_max + 16));
     return r;
 }
@@ -59,17 +59,13 @@ int plan_arenas(struct plan *plan, struct report *report)
     return r;
 }
 
-static int run_tail(const struct arena *arena, cudaStream_t stream, const struct block *block,
-                    const struct tail_step *step, const float *from, bool keys, float *to,
-                    struct report *report)
+/* What differs between blocks. */
+static struct tail tail_of(const struct arena *arena, const struct block *block,
+                           const struct tail_step *step)
 {
     struct tail tail = step->tail;
 
-    tail.from = from;
-    tail.keys = keys;
-    tail.to = to;
     tail.norm.stats = arena->stats;
-    tail.constant.tops = arena->tops;
     tail.segments = block->segments + (step->list == LIST_COMPACT ? block->n_results : 0);
     tail.n_segments = step->list == LIST_COMPACT   ? block->n_compact
                       : step->list == LIST_RESULTS ? block->n_results
@@ -78,6 +74,18 @@ static int run_tail(const struct arena *arena, cudaStream_t stream, const struct
     tail.tile = block->tile[step->table];
     tail.counters = block->counters;
     tail.counter_pitch = block->counter_pitch;
+    return tail;
+}
+
+static int run_tail(const struct arena *arena, cudaStream_t stream, const struct block *block,
+                    const struct tail_step *step, const float *from, bool keys, float *to,
+                    struct report *report)
+{
+    struct tail tail = tail_of(arena, block, step);
+
+    tail.from = from;
+    tail.keys = keys;
+    tail.to = to;
     return tail_cuda(stream, &tail, block->n_tiles[step->table], report);
 }
 
@@ -209,8 +217,17 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
     return r;
 }
 
-int plan_fill(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
-              const struct block *block, struct report *report)
+int plan_guard(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
+               const struct block *block, struct report *report)
 {
-    return run_tail(arena, stream, block, plan->fill, NULL, false, NULL, report);
+    struct tail tail = tail_of(arena, block, plan->fill);
+    struct guard guard = {
+        .x = block->x,
+        .rows = block->rows,
+        .elements = plan->in_elements,
+        .work = arena->guard,
+        .tops = arena->tops_host,
+    };
+
+    return constant_cuda(stream, &guard, &tail, block->n_tiles[plan->fill->table], report);
 }

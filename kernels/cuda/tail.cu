@@ -1,12 +1,12 @@
 /*
  * tail.cu - the element by element end of a pipeline, in one pass over the data
  *
- * A tail reads a value (as it is, normalised, added to a tensor, or the constant of a proof), runs
- * it through minimum, clamp and dropout, and writes it: as float32 for the next step, or rounded
- * into each request's result. Requests of a block are dealt to tiles, a block of threads each; a
- * thread takes four neighbours at a time. Neighbours may lie in different rows or channels; the
- * cursor moves over such a border, so that nothing depends on sizes being multiples of four, and
- * 16-byte accesses are used where the addresses allow.
+ * A tail reads a value (as it is, normalised, or added to a tensor), runs it through minimum, clamp
+ * and dropout, and writes it: as float32 for the next step, or rounded into each request's result.
+ * Requests of a block are dealt to tiles, a block of threads each; a thread takes four neighbours
+ * at a time. Neighbours may lie in different rows or channels; the cursor moves over such a border,
+ * so that nothing depends on sizes being multiples of four, and 16-byte accesses are used where the
+ * addresses allow.
  *
  * row_kernel is the same for long rows that stay together: no tile crosses a row, so that whatever
  * belongs to the row is found once per tile, and dropout's thread and turn move by addition.
@@ -21,21 +21,6 @@
 #define TILE_MIN     1024 /* elements: one turn of a block */
 #define TILE_MAX     16384
 #define TILES_WANTED 1024
-
-static __device__ int find_segment(const int32_t *tiles, int n, int32_t tile)
-{
-    int low = 0, high = n - 1;
-
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-
-        if (tiles[middle] <= tile)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
 
 /* Element e in a tensor where the segment's rows are rows [first, first + rows) of `all`. */
 static __device__ __forceinline__ int64_t placed(const struct tail &tail, const struct segment &seg,
@@ -132,34 +117,6 @@ static __device__ __forceinline__ void add(const struct tail &tail, const struct
     }
 }
 
-/* Which of the four are written: rows that the guard stops come by the full path. */
-static __device__ __forceinline__ unsigned
-constant(const struct tail &tail, const struct segment &seg, int64_t e, int n, float v[WIDTH])
-{
-    int64_t row = quotient(e, tail.elements), at = e - row * tail.elements;
-    unsigned write = 0;
-
-#pragma unroll
-    for (int k = 0; k < WIDTH; k++) {
-        if (k >= n)
-            break;
-        uint32_t top = tail.constant.tops[seg.row + row];
-
-        v[k] = tail.constant.value;
-        if (top < tail.constant.bound) {
-            write |= 1u << k;
-        } else if (top >= 0x7f800000u && tail.constant.nonfinite_spreads) {
-            v[k] = __int_as_float(0x7fc00000);
-            write |= 1u << k;
-        }
-        if (++at == tail.elements) {
-            at = 0;
-            row++;
-        }
-    }
-    return write;
-}
-
 static __device__ __forceinline__ void mask(const struct tail &tail, const struct point &point,
                                             const struct segment &seg, int s, int64_t e, int n,
                                             float v[WIDTH])
@@ -254,8 +211,6 @@ static __global__ void __launch_bounds__(THREADS)
             normalise(tail, seg, e, n, v);
         if (SOURCE == TAIL_ADD)
             add(tail, seg, e, n, v);
-        if (SOURCE == TAIL_CONSTANT)
-            write = constant(tail, seg, e, n, v);
         for (int p = 0; p < tail.n_points; p++) {
             const struct point &point = tail.points[p];
 
@@ -284,7 +239,6 @@ struct place {
     const float *from; /* the row */
     void *to;          /* the row's result */
     bool aligned;      /* both allow 16 bytes at a time (8 for 16-bit results) */
-    float value;       /* of a constant */
 };
 
 static __device__ __forceinline__ void normalise_row(const struct tail &tail, int64_t row,
@@ -326,30 +280,6 @@ static __device__ __forceinline__ void stream_advance(struct stream &stream)
     }
 }
 
-/* A constant under one mask is one of two numbers: nothing but Philox and the writing is left. */
-template <typename T>
-static __device__ __forceinline__ void fill_row(const struct tail &tail, const struct place &place,
-                                                struct stream stream, uint32_t e, uint32_t end)
-{
-    const struct point &point = tail.points[0];
-    uint64_t seed = place.seg.seed;
-    uint64_t counter = tail.counters[point.counter * tail.counter_pitch + place.s];
-    float kept = dropout_masked(place.value, true, point.scale);
-    float dropped = dropout_masked(place.value, false, point.scale);
-
-#pragma unroll 2
-    for (; e < end; e += THREADS * WIDTH) {
-        uint4 words = dropout_words(seed, counter + stream.turn, stream.thread);
-        float v[WIDTH];
-
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            v[k] = dropout_word(words, k) < point.keep_below ? kept : dropped;
-        store_row<T>(place.to, place.aligned, e, 0, WIDTH, v);
-        stream_advance(stream);
-    }
-}
-
 template <enum tail_source SOURCE, bool MASK, typename T>
 static __device__ __forceinline__ void walk_row(const struct tail &tail, const struct place &place,
                                                 uint32_t e, uint32_t end)
@@ -359,25 +289,19 @@ static __device__ __forceinline__ void walk_row(const struct tail &tail, const s
 
     if (train)
         stream = stream_at(tail, place.seg, place.row, e);
-    if (MASK && SOURCE == TAIL_CONSTANT && train && tail.n_points == 1 && !tail.points[0].zero) {
-        fill_row<T>(tail, place, stream, e, end);
-        return;
-    }
 #pragma unroll 2
     for (; e < end; e += THREADS * WIDTH) {
         int n = end - e < WIDTH ? (int)(end - e) : WIDTH;
-        float v[WIDTH] = {place.value, place.value, place.value, place.value};
+        float v[WIDTH];
 
-        if (SOURCE != TAIL_CONSTANT) {
-            if (place.aligned && n == WIDTH) {
-                float4 all = __ldcs((const float4 *)(place.from + e));
+        if (place.aligned && n == WIDTH) {
+            float4 all = __ldcs((const float4 *)(place.from + e));
 
-                v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-            } else {
+            v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+        } else {
 #pragma unroll
-                for (int k = 0; k < WIDTH; k++)
-                    v[k] = k < n ? place.from[e + k] : 0;
-            }
+            for (int k = 0; k < WIDTH; k++)
+                v[k] = k < n ? place.from[e + k] : 0;
         }
         if (SOURCE == TAIL_NORM)
             normalise_row(tail, place.seg.row + place.row, e, n, v);
@@ -408,24 +332,15 @@ static __global__ void __launch_bounds__(THREADS)
     uint32_t at = blockIdx.x - (uint32_t)tail.tiles[s], row = at / tiles;
     uint32_t begin = (at - row * tiles) * tile;
     uint32_t end = elements - begin < tile ? elements : begin + tile;
-    struct place place = {seg, s, row, NULL, NULL, false, 0};
+    struct place place = {seg, s, row, NULL, NULL, false};
 
     place.from = tail.from + (seg.row + row) * tail.elements;
     if (tail.to)
         place.to = tail.to + (seg.row + row) * tail.elements;
     else
         place.to = (T *)seg.y + (seg.out_row + row) * tail.elements;
-    place.aligned = (uintptr_t)place.to % (WIDTH * sizeof(T)) == 0 &&
-                    (SOURCE == TAIL_CONSTANT || (uintptr_t)place.from % 16 == 0);
-    if (SOURCE == TAIL_CONSTANT) {
-        uint32_t top = tail.constant.tops[seg.row + row];
-        bool passes = top < tail.constant.bound;
-
-        /* Rows that the guard stops come by the full path. */
-        if (!passes && !(top >= 0x7f800000u && tail.constant.nonfinite_spreads))
-            return;
-        place.value = passes ? tail.constant.value : __int_as_float(0x7fc00000);
-    }
+    place.aligned =
+        (uintptr_t)place.to % (WIDTH * sizeof(T)) == 0 && (uintptr_t)place.from % 16 == 0;
     walk_row<SOURCE, MASK, T>(tail, place, begin + threadIdx.x * WIDTH, end);
 }
 
@@ -461,6 +376,8 @@ static void launch_source(cudaStream_t stream, const struct tail *tail, unsigned
 
 extern "C" bool tail_by_row(const struct tail *tail)
 {
+    if (tail->source == TAIL_CONSTANT)
+        return true;
     if (tail->source == TAIL_ADD || tail->outer != 1 || tail->elements > INT32_MAX)
         return false;
     return tail->elements >= TILE_MIN && (tail->elements % WIDTH == 0 || !masks(tail));
@@ -501,8 +418,7 @@ extern "C" int tail_cuda(cudaStream_t stream, const struct tail *tail, int32_t t
     case TAIL_ADD:
         launch_source<TAIL_ADD>(stream, tail, (unsigned)tiles);
         break;
-    case TAIL_CONSTANT:
-        launch_source<TAIL_CONSTANT>(stream, tail, (unsigned)tiles);
+    case TAIL_CONSTANT: /* constant.cu */
         break;
     }
     return CUDA_LAUNCHED(report);

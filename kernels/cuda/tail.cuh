@@ -1,5 +1,6 @@
 /*
- * tail.cuh - the end of a row, four neighbours at a time: what tail.cu and window.cu share
+ * tail.cuh - the end of a row, four neighbours at a time: what tail.cu, constant.cu and window.cu
+ * share
  *
  * Rows are a multiple of four elements where a mask draws, so four neighbours at a multiple of four
  * come from one call of Philox.
@@ -9,6 +10,22 @@
 #include "kernels/cuda/dropout.cuh"
 
 #define WIDTH 4
+
+/* Which of n segments a tile belongs to. */
+static __device__ int find_segment(const int32_t *tiles, int n, int32_t tile)
+{
+    int low = 0, high = n - 1;
+
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+
+        if (tiles[middle] <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
 
 /* Where a mask's four words come from: rows of whole fours lie in tensors of whole fours. */
 struct stream {
