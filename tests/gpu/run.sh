@@ -64,21 +64,24 @@ all_ended() {
 
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_constant test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
     one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary
     ;;
 sanitizer)
-    # The tools slow kernels down up to a thousand times: small cases. For racecheck those of test_gpu_small alone.
+    # The tools slow kernels down up to a thousand times: small cases, for racecheck the smallest alone.
     logs=$(mktemp -d) && trap 'rm -rf "$logs"' EXIT
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     for tool in racecheck memcheck initcheck synccheck; do
         run=("$sanitizer" --tool "$tool" --error-exitcode 9)
-        for t in narrow wide kinds library conv conv_library norm points constant; do
+        for t in narrow wide kinds library conv conv_implicit conv_library norm points constant; do
             beside "${LIMIT_S:-120}" "$tool: small_$t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_gpu_small"
         done
         beside "${LIMIT_S:-120}" "$tool: conv bound" env TESTS=test_bound "${run[@]}" "$B/tests/gpu/test_conv"
+        for t in places bound fill; do
+            beside "${LIMIT_S:-120}" "$tool: constant $t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_constant"
+        done
         [ $tool != racecheck ] || continue
         beside "${LIMIT_S:-120}" "$tool: golden" "${run[@]}" "$B/tests/gpu/test_gpu_golden"
         for t in guard compact_a compact_b overflow parts; do
