@@ -1,6 +1,6 @@
 /*
- * bench_gpu [TORCH [JSON [MODEL]]]: how long the GPU backend takes, a line per model and number of
- * rows; only MODEL's where one is named.
+ * bench_gpu [TORCH [JSON [NAME]]]: how long the GPU backend takes, a line per model and number of
+ * rows; only models whose names begin with NAME where it is given.
  *
  * "alone" is the median over batches that run one at a time, from start() to the poll() that sees
  * the end, launches included; "spread" is half the distance from the 10th to the 90th percentile;
@@ -9,6 +9,9 @@
  * of the bytes over 4.8 TB/s and the tensor core operations over 989 TFLOP/s (fp32 is three
  * products); for "host", the bytes of the longer way over 55 GB/s. TORCH is torch_gpu.py's output
  * of the same run; the last columns are how many times as long PyTorch takes.
+ *
+ * Names: a and b are the two pipelines; -nan and -huge have one such number in one of the rows; c1
+ * to c8 are convolutions that differ in every dimension, the same list as in torch_gpu.py.
  */
 #include "tests/gpu/models.h"
 
@@ -20,6 +23,7 @@ enum { K = 8192, C = 8192 };
 struct line {
     const char *name, *torch; /* whose lines of torch_gpu.py it stands beside */
     bool host, train;
+    float spoilt; /* a number in the middle row; 0: none */
     int products; /* per multiplication; 0: counted by bytes alone */
     double rate;  /* of the products, operations a second */
 };
@@ -82,8 +86,8 @@ static void report_line(const struct line *line, const struct pipeline *pipeline
     work = line->products
                ? 2.0 * rows * K * C / median * 1e-12
                : (double)rows *
-                     (double)(shape_elements(&pipeline->in) + shape_elements(&pipeline->out)) * 4 /
-                     median * 1e-9;
+                     (double)(shape_elements(&pipeline->in) + shape_elements(&pipeline->out)) *
+                     (double)dtype_size(pipeline->dtype) / median * 1e-9;
     printf("%-14s %5u %9.1f %7.1f %9.1f %8.0f %-7s %5.2f", line->name, rows, median * 1e6,
            spread * 1e6, busy * 1e6, work, line->products ? "TFLOP/s" : "GB/s", least / median);
     if (eager > 0)
@@ -131,7 +135,7 @@ static double run_busy(const struct device *device, struct plan *plan, const str
 }
 
 static void fill(void *to, bool on_device, const struct pipeline *pipeline, uint32_t rows,
-                 uint64_t seed)
+                 uint64_t seed, float spoilt)
 {
     size_t n = rows * (size_t)shape_elements(&pipeline->in), size = n * dtype_size(pipeline->dtype);
     float *values = malloc(n * sizeof(*values));
@@ -140,6 +144,8 @@ static void fill(void *to, bool on_device, const struct pipeline *pipeline, uint
     assert_non_null(values);
     assert_non_null(raw);
     models_input(values, n, seed, 0);
+    if (spoilt != 0)
+        values[n / 2] = spoilt;
     tensor_from_float(pipeline->dtype, values, raw, n);
     if (on_device)
         device_copy(to, raw, size);
@@ -168,7 +174,7 @@ static void measure(const struct line *line, const struct pipeline *pipeline, st
     for (int i = 0; i < INPUTS; i++) {
         x[i] = region_new(device, x_size, !line->host);
         y[i] = region_new(device, y_size, !line->host);
-        fill(x[i].at, !line->host, pipeline, rows, (uint64_t)i + 1);
+        fill(x[i].at, !line->host, pipeline, rows, (uint64_t)i + 1, line->spoilt);
         inputs[i] = (struct job){.x = x[i].at,
                                  .y = y[i].at,
                                  .y_size = y_size,
@@ -202,14 +208,14 @@ static void bench(const struct line *line, struct pipeline *pipeline, const uint
     struct plan *plan;
     char name[32];
 
-    if (only && strcmp(only, line->name) != 0) {
+    if (only && strncmp(only, line->name, strlen(only)) != 0) {
         pipeline_free(pipeline);
         return;
     }
     plan = device_load(device_get(), pipeline, max_rows);
     for (; *rows; rows++) {
         measure(line, pipeline, plan, *rows);
-        if (line->torch && (*rows == 1 || *rows == max_rows)) {
+        if (line->torch && line->name[0] != 'c' && (*rows == 1 || *rows == max_rows)) {
             snprintf(name, sizeof(name), "%s host", line->name);
             host.name = name;
             host.host = true;
@@ -221,10 +227,68 @@ static void bench(const struct line *line, struct pipeline *pipeline, const uint
     pipeline_free(pipeline);
 }
 
+/* B in another dtype: minimum 0.0 makes it constant, 0.5 does not. */
+static struct pipeline *model_b(const char *dtype, const char *minimum)
+{
+    char text[1024];
+
+    snprintf(text, sizeof(text),
+             "name = \"b\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\";"
+             "input = { shape = [3, 16, 64, 64]; };"
+             "stages = ({ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = 16; kernel = 3; },"
+             "{ op = \"group_norm\"; groups = 8; weight = \"g\"; bias = \"h\"; },"
+             "{ op = \"minimum\"; value = %s; }, { op = \"clamp\"; min = 0.0; max = 1.0; },"
+             "{ op = \"dropout\"; p = 0.2; });",
+             dtype, minimum);
+    return models_build(&fixture, text, 81);
+}
+
+/* conv3d, group_norm, minimum 0.5, clamp 0 to 1, dropout 0.2. */
+struct shape_line {
+    const char *name, *dtype;
+    int channels, in[3], outs, kernel[3], stride[3], padding[3], groups;
+    uint32_t rows;
+    bool train;
+};
+
+static const struct shape_line shapes[] = {
+    {"c1", "float32", 3, {16, 56, 56}, 32, {3, 3, 3}, {1, 1, 1}, {1, 1, 1}, 8, 32, false},
+    {"c2", "float32", 1, {24, 33, 47}, 8, {5, 5, 5}, {1, 1, 1}, {2, 2, 2}, 4, 64, false},
+    {"c3", "float32", 16, {12, 28, 28}, 32, {3, 3, 3}, {1, 1, 1}, {1, 1, 1}, 16, 64, true},
+    {"c4", "float32", 32, {17, 41, 41}, 64, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}, 32, 24, false},
+    {"c5", "float32", 64, {9, 32, 30}, 20, {1, 1, 1}, {1, 1, 1}, {0, 0, 0}, 1, 48, false},
+    {"c6", "bfloat16", 24, {10, 31, 29}, 48, {3, 3, 3}, {1, 1, 1}, {1, 1, 1}, 6, 40, false},
+    {"c7", "float16", 64, {8, 28, 28}, 96, {3, 3, 3}, {1, 1, 1}, {1, 1, 1}, 12, 16, false},
+    {"c8", "float32", 7, {13, 27, 35}, 10, {3, 5, 1}, {2, 1, 1}, {1, 2, 0}, 10, 96, true},
+};
+
+static void bench_shape(const struct shape_line *shape)
+{
+    const int *in = shape->in, *kernel = shape->kernel, *stride = shape->stride;
+    const int *padding = shape->padding;
+    const uint32_t rows[] = {1, shape->rows, 0};
+    struct line line = {shape->name, shape->name, .train = shape->train};
+    char text[1024];
+
+    snprintf(text, sizeof(text),
+             "name = \"c\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\";"
+             "input = { shape = [%d, %d, %d, %d]; };"
+             "stages = ({ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = %d;"
+             "kernel = [%d, %d, %d]; stride = [%d, %d, %d]; padding = [%d, %d, %d]; },"
+             "{ op = \"group_norm\"; groups = %d; weight = \"g\"; bias = \"h\"; },"
+             "{ op = \"minimum\"; value = 0.5; }, { op = \"clamp\"; min = 0.0; max = 1.0; },"
+             "{ op = \"dropout\"; p = 0.2; });",
+             shape->dtype, shape->channels, in[0], in[1], in[2], shape->outs, kernel[0], kernel[1],
+             kernel[2], stride[0], stride[1], stride[2], padding[0], padding[1], padding[2],
+             shape->groups);
+    bench(&line, models_build(&fixture, text, shape->channels * kernel[0] * kernel[1] * kernel[2]),
+          rows, shape->rows);
+}
+
 int main(int argc, char **argv)
 {
     static const uint32_t a_rows[] = {1, 16, 64, 256, 1024, 4096, 0}, few[] = {1, 1024, 0};
-    static const uint32_t b_rows[] = {1, 8, 32, 128, 0};
+    static const uint32_t b_rows[] = {1, 8, 32, 128, 0}, many[] = {128, 0};
     struct backend_info info;
 
     torch_file = argc > 1 ? fopen(argv[1], "r") : NULL;
@@ -247,6 +311,26 @@ int main(int argc, char **argv)
           128);
     bench(&(struct line){.name = "b-full", .torch = "b-full"},
           models_b(&fixture, true, 16, 64, 64, "0.5"), b_rows, 128);
+    bench(&(struct line){.name = "b-eval-nan", .spoilt = NAN}, model_b("float32", "0.0"), many,
+          128);
+    bench(&(struct line){.name = "b-eval-huge", .spoilt = 1e38f}, model_b("float32", "0.0"), many,
+          128);
+    bench(&(struct line){.name = "b-train-nan", .train = true, .spoilt = NAN},
+          model_b("float32", "0.0"), many, 128);
+    bench(&(struct line){.name = "b-train-huge", .train = true, .spoilt = 1e38f},
+          model_b("float32", "0.0"), many, 128);
+    for (int half = 0; half < 2; half++) {
+        const char *dtype = half ? "float16" : "bfloat16";
+
+        bench(&(struct line){.name = half ? "b-eval-f16" : "b-eval-bf16"}, model_b(dtype, "0.0"),
+              many, 128);
+        bench(&(struct line){.name = half ? "b-train-f16" : "b-train-bf16", .train = true},
+              model_b(dtype, "0.0"), many, 128);
+        bench(&(struct line){.name = half ? "b-full-f16" : "b-full-bf16"}, model_b(dtype, "0.5"),
+              many, 128);
+    }
+    for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
+        bench_shape(&shapes[i]);
     fixture_remove(&fixture);
     if (torch_file)
         fclose(torch_file);
