@@ -24,7 +24,6 @@
 
 #define THREADS    256
 #define WORDS      8 /* of depth, a step: float32, or pairs of 16 bits */
-#define LINES      4 /* that a thread has in flight */
 #define SHARED_MAX (96 << 10)
 #define SHARED     (48 << 10) /* more channels at a time only up to here */
 #define TAPS_MAX   1024
@@ -74,17 +73,23 @@ static __device__ __forceinline__ void multiply(float (&sum)[NF][4], const uint3
         high[i] = high_of(a[i]);
         low[i] = low_of(a[i]);
     }
-#pragma unroll
-    for (int f = 0; f < NF; f++) {
-        float part[4] = {0, 0, 0, 0};
+    float part[NF][4] = {};
 
-        product_tf32(part, low, b[f].x, b[f].y);
-        product_tf32(part, high, b[f].z, b[f].w);
-        product_tf32(part, high, b[f].x, b[f].y);
+    /* None waits for the one before. */
+#pragma unroll
+    for (int f = 0; f < NF; f++)
+        product_tf32(part[f], low, b[f].x, b[f].y);
+#pragma unroll
+    for (int f = 0; f < NF; f++)
+        product_tf32(part[f], high, b[f].z, b[f].w);
+#pragma unroll
+    for (int f = 0; f < NF; f++)
+        product_tf32(part[f], high, b[f].x, b[f].y);
+#pragma unroll
+    for (int f = 0; f < NF; f++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            sum[f][i] += part[i];
-    }
+            sum[f][i] += part[f][i];
 }
 
 template <int NF>
@@ -127,44 +132,47 @@ static __device__ __forceinline__ struct spot spot_of(const struct implicit &p)
             (tile - plane * p.tiles[2]) * p.tile[2]};
 }
 
-/* A line of inputs: words of one plane. Negative: nothing is there. */
-struct line {
-    int64_t from;
-    int to, channel;
+/* A thread's place in every plane of the patch: where it comes from in the sample's first plane,
+ * and whether it lies in the sample. */
+struct column {
+    int from;
+    bool inside;
 };
 
-static __device__ __forceinline__ struct line
-line_of(const struct implicit &p, const struct spot &spot, int i, int per_word, int first)
+static __device__ __forceinline__ struct column column_of(const struct implicit &p,
+                                                          const struct spot &spot, int at)
 {
-    const int planes = p.patch[0] * p.patch[1], word = i / planes, rest = i - word * planes;
-    const int pd = rest / p.patch[1], ph = rest - pd * p.patch[1];
-    const int d = spot.d * p.shape.stride[0] - p.shape.padding[0] + pd;
+    const int ph = at / p.patch[2], pw = at - ph * p.patch[2];
     const int h = spot.h * p.shape.stride[1] - p.shape.padding[1] + ph;
-    struct line line = {-1, word * p.pitch + rest * p.patch[2], (first + word) * per_word};
+    const int w = spot.w * p.shape.stride[2] - p.shape.padding[2] + pw;
 
-    if (line.channel < p.shape.in_channels && d >= 0 && d < p.shape.in[0] && h >= 0 &&
-        h < p.shape.in[1])
-        line.from =
-            (((int64_t)line.channel * p.shape.in[0] + d) * p.shape.in[1] + h) * p.shape.in[2];
-    return line;
+    return {h * p.shape.in[2] + w, h >= 0 && h < p.shape.in[1] && w >= 0 && w < p.shape.in[2]};
 }
 
 static __device__ __forceinline__ void read_words(const struct implicit &p, const struct spot &spot,
                                                   const float *sample, int first, int words,
                                                   uint32_t *patch)
 {
-    const int lines = words * p.patch[0] * p.patch[1], column = (int)threadIdx.x % p.lanes;
-    const int left = spot.w * p.shape.stride[2] - p.shape.padding[2];
+    const int columns = p.patch[1] * p.patch[2], in_plane = p.shape.in[1] * p.shape.in[2];
+    const int begin = spot.d * p.shape.stride[0] - p.shape.padding[0];
 
-    for (int i = (int)threadIdx.x / p.lanes; i < lines; i += THREADS / p.lanes) {
-        const struct line line = line_of(p, spot, i, 1, first);
+    for (int at = (int)threadIdx.x; at < columns; at += THREADS) {
+        const struct column column = column_of(p, spot, at);
 
-        for (int at = column; at < p.patch[2]; at += p.lanes) {
-            const bool there = line.from >= 0 && left + at >= 0 && left + at < p.shape.in[2];
+        for (int word = 0; word < words; word++) {
+            const bool there = column.inside && first + word < p.shape.in_channels;
+            const float *from =
+                sample + ((int64_t)(first + word) * p.shape.in[0] + begin) * in_plane + column.from;
+            uint32_t *to = patch + word * p.pitch + at;
 
-            __pipeline_memcpy_async(patch + line.to + at,
-                                    there ? sample + line.from + left + at : sample, 4,
-                                    there ? 0 : 4);
+#pragma unroll 4
+            for (int pd = 0; pd < p.patch[0]; pd++) {
+                const bool inside = there && begin + pd >= 0 && begin + pd < p.shape.in[0];
+
+                __pipeline_memcpy_async(to, inside ? from : sample, 4, inside ? 0 : 4);
+                to += columns;
+                from += in_plane;
+            }
         }
     }
 }
@@ -176,31 +184,33 @@ static __device__ __forceinline__ void read_words(const struct implicit &p, cons
                                                   uint32_t *patch)
 {
     const unsigned short *sample = (const unsigned short *)sample_;
-    const int lines = words * p.patch[0] * p.patch[1], step = THREADS / p.lanes;
-    const int left = spot.w * p.shape.stride[2] - p.shape.padding[2];
-    const int64_t plane = (int64_t)p.shape.in[0] * p.shape.in[1] * p.shape.in[2];
+    const int columns = p.patch[1] * p.patch[2], in_plane = p.shape.in[1] * p.shape.in[2];
+    const int begin = spot.d * p.shape.stride[0] - p.shape.padding[0];
+    const int64_t next = (int64_t)p.shape.in[0] * in_plane;
 
-    for (int at = (int)threadIdx.x % p.lanes; at < p.patch[2]; at += p.lanes) {
-        const bool inside = left + at >= 0 && left + at < p.shape.in[2];
+    for (int at = (int)threadIdx.x; at < columns; at += THREADS) {
+        const struct column column = column_of(p, spot, at);
 
-        for (int i = (int)threadIdx.x / p.lanes; i < lines; i += LINES * step) {
-            uint32_t low[LINES], high[LINES];
-            int to[LINES];
+        for (int pd = 0; pd < p.patch[0]; pd++) {
+            const bool inside = column.inside && begin + pd >= 0 && begin + pd < p.shape.in[0];
+            const unsigned short *from =
+                sample + (int64_t)(begin + pd) * in_plane + column.from + 2 * (int64_t)first * next;
+            uint32_t *to = patch + pd * columns + at;
+
+            for (int word = 0; word < words; word += WORDS) {
+                unsigned short half[2 * WORDS];
 
 #pragma unroll
-            for (int k = 0; k < LINES; k++) {
-                const struct line line = line_of(p, spot, i + k * step, 2, first);
-                const bool there = inside && line.from >= 0 && i + k * step < lines;
-                const unsigned short *from = sample + line.from + left + at;
-
-                to[k] = i + k * step < lines ? line.to + at : -1;
-                low[k] = there ? __ldg(from) : 0;
-                high[k] = there && line.channel + 1 < p.shape.in_channels ? __ldg(from + plane) : 0;
+                for (int k = 0; k < 2 * WORDS; k++)
+                    half[k] = inside && 2 * (first + word) + k < p.shape.in_channels
+                                  ? __ldg(from + k * next)
+                                  : (unsigned short)0;
+#pragma unroll
+                for (int k = 0; k < WORDS; k++)
+                    to[k * p.pitch] = half[2 * k] | (uint32_t)half[2 * k + 1] << 16;
+                from += 2 * WORDS * next;
+                to += WORDS * p.pitch;
             }
-#pragma unroll
-            for (int k = 0; k < LINES; k++)
-                if (to[k] >= 0)
-                    patch[to[k]] = low[k] | high[k] << 16;
         }
     }
 }
@@ -388,7 +398,7 @@ static double cost_of(const struct conv_shape *shape, const struct way *way, con
     }
     *ret_pitch = pitch_of(patch);
     return (double)tiles * (products * (shape->dtype == DTYPE_FLOAT32 ? 3.0 / 500 : 2.0 / 1000) +
-                            (double)(patch[0] * patch[1] * ((patch[2] + 15) / 16)) * WORDS);
+                            (double)(patch[0] * (patch[1] * patch[2] + THREADS / 2)) / 2);
 }
 
 /* The cheapest tile; false when none fits. */
@@ -562,7 +572,6 @@ extern "C" int implicit_prepare(const struct conv_shape *shape, struct implicit 
     p.groups = (int)groups_of(shape);
     p.at_once = SHARED / (p.pitch * WORDS * 4);
     p.at_once = p.at_once < 1 ? 1 : p.at_once > p.groups ? p.groups : p.at_once;
-    p.lanes = p.patch[2] <= 8 ? 8 : p.patch[2] <= 16 ? 16 : 32;
     *ret = p;
     return CUDA(report,
                 cudaFuncSetAttribute((const void *)kernel_of(shape),

@@ -21,7 +21,6 @@ struct implicit {
     int patch[3], pitch;   /* inputs under a tile, and words between planes of them */
     int taps;              /* places of the window */
     int groups, at_once;   /* of channels: all, and those in shared memory together */
-    int lanes;             /* that copy a line */
     const void *x, *weights;
     const float *bias; /* NULL: 0 */
     float *y;
