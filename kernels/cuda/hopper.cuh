@@ -108,6 +108,27 @@ static __device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, 
                  : "memory");
 }
 
+/* What the L2 does with what is copied: nobody will ask for it again, or as always. */
+static __device__ __forceinline__ uint64_t copy_policy(bool once)
+{
+    uint64_t policy;
+
+    if (once)
+        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else
+        asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+static __device__ __forceinline__ void bulk_copy_as(uint64_t policy, uint32_t to, const void *from,
+                                                    uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
 /* Into every block of the cluster that `mask` names, at the same place, with its own barrier. */
 static __device__ __forceinline__ void bulk_copy_to(uint32_t to, const void *from, uint32_t bytes,
                                                     uint32_t barrier, uint16_t mask)

@@ -4,7 +4,8 @@
  * A block has 64 channels and all of K; a producer warp keeps a deep ring of units full, one
  * warpgroup multiplies. Above 64 rows, reading them anew in every block would ask more of the L2
  * than the weights ask of memory, so blocks form clusters of two and each loads half of the rows
- * for both. For 64 rows that is slower, and of clusters of four the device holds too few.
+ * for both. For 64 rows that is slower, and of clusters of four the device holds too few. Weights
+ * that no other block reads are not worth a place in the L2.
  *
  * Above 64 rows a block's time is that of shared memory, 128 bytes a clock, and of what the
  * multiprocessor takes in; one warpgroup is more than two, which would read every weight twice. So
@@ -43,12 +44,13 @@ static __device__ void narrow_load(const struct product_run &run, const CUtensor
     const uint8_t *weights = run.weights + (int64_t)(blockIdx.x % run.slabs) * SLAB_SIZE;
     const int64_t tile = (int64_t)(blockIdx.x / run.slabs) * run.units;
     const int ahead = min(run.units, narrow::stages);
+    const uint64_t once = copy_policy(gridDim.x == (unsigned)run.slabs);
     uint32_t stage = 0, parity = 1;
 
     for (int u = 0; u < ahead; u++) { /* weights do not wait for the kernel that prepares rows */
         barrier_expect(full + 8 * u, SLAB_SIZE + narrow::right_size + scales);
-        bulk_copy(shared + u * narrow::stage, weights + (int64_t)u * run.slabs * SLAB_SIZE,
-                  SLAB_SIZE, full + 8 * u);
+        bulk_copy_as(once, shared + u * narrow::stage, weights + (int64_t)u * run.slabs * SLAB_SIZE,
+                     SLAB_SIZE, full + 8 * u);
     }
     previous_wait();
     for (int u = 0; u < run.units; u++) {
@@ -58,8 +60,8 @@ static __device__ void narrow_load(const struct product_run &run, const CUtensor
         if (u >= ahead) {
             barrier_wait(empty + 8 * stage, parity);
             barrier_expect(full + 8 * stage, SLAB_SIZE + narrow::right_size + scales);
-            bulk_copy(at, weights + (int64_t)u * run.slabs * SLAB_SIZE, SLAB_SIZE,
-                      full + 8 * stage);
+            bulk_copy_as(once, at, weights + (int64_t)u * run.slabs * SLAB_SIZE, SLAB_SIZE,
+                         full + 8 * stage);
         }
         if (narrow::cluster > 1)
             bulk_copy_to(at + narrow::right + rank * part, rows, part, full + 8 * stage,
@@ -170,8 +172,12 @@ static __device__ __forceinline__ void narrow_consume(const struct product_run &
     const int channel = blockIdx.x % run.slabs * SLAB + t / WARP * GROUP + t % WARP / 4;
     const int64_t tile = blockIdx.x / run.slabs, row = tile * T;
     uint32_t *keys = (uint32_t *)(memory + narrow::keys);
+    constexpr bool early = T <= 128; /* more rows leave no registers */
+    struct channels channels;
     float sum[T / 2] = {};
 
+    if (early)
+        channels = channels_of(run, channel);
     for (int i = t; i < T; i += WARPGROUP)
         keys[i] = ~0u;
     group_sync<1>(WARPGROUP);
@@ -180,7 +186,9 @@ static __device__ __forceinline__ void narrow_consume(const struct product_run &
     else
         plain_units<KIND, T>(memory, run.units, sum);
     unscale_sums<KIND, T>(run.scales + tile * SCALES(T), sum);
-    norm_min<KIND, T>(sum, channels_of(run, channel), run.eps, keys);
+    if (!early)
+        channels = channels_of(run, channel);
+    norm_min<KIND, T>(sum, channels, run.eps, keys);
     group_sync<1>(WARPGROUP);
     for (int i = t; i < T; i += WARPGROUP)
         if (row + i < run.n)
