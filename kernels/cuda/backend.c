@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "kernels/cuda/faulty.h"
+#include "kernels/cuda/graph.h"
 #include "kernels/cuda/measure.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/nvml.h"
@@ -192,6 +193,8 @@ static int cuda_load(struct backend *backend, const struct pipeline *pipeline, u
         r = slot_warm(slot, plan, report);
     if (r == 0)
         r = measure_plan(slot, plan, report);
+    for (int i = 0; i < SLOTS && r == 0; i++)
+        r = graph_capture(slot, backend->slots[i], plan, report);
     slot_free(slot);
     if (r < 0) {
         plan_free(plan);

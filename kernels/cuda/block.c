@@ -12,17 +12,18 @@
  * none (what is in no buffer is inline, at most 32 KiB).
  *
  * Tables (pieces, segments, tiles, counters) are packed in pinned memory and uploaded in one copy
- * before the kernels that read them.
+ * before the kernels that read them. Those of a block in one of the plan's ranges have the room and
+ * the order of the largest block there, and nothing in what is left, so that its graph finds them.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/cuda/block.h"
+#include "kernels/cuda/graph.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/dropout.h"
 
-#define VECTOR    16
-#define PIECE_MAX ((uint64_t)64 << 10) /* of x: up to here a kernel copies */
+#define VECTOR 16
 /* Of y: up to here kernels write the client's pages. Other values are for measuring: BENCH.md. */
 #ifndef DIRECT_MAX
 #define DIRECT_MAX ((uint64_t)512 << 10)
@@ -55,10 +56,11 @@ void block_begin_tables(struct slot *slot, int segments_max)
     slot->tables.pieces = reserve(slot, (uint64_t)segments_max * sizeof(struct piece));
 }
 
-/* First tiles of a tail's segments, and their number at the end. */
+/* First tiles of a tail's segments, and their number at the end; in a range, the most of them. */
 static void add_tiles(struct slot *slot, const struct tail_step *step)
 {
     struct block *block = &slot->block;
+    const struct range *range = step->list == LIST_COMPACT ? NULL : slot->range;
     int first = step->list == LIST_COMPACT ? block->n_results : 0;
     int n = step->list == LIST_COMPACT   ? block->n_compact
             : step->list == LIST_RESULTS ? block->n_results
@@ -69,13 +71,15 @@ static void add_tiles(struct slot *slot, const struct tail_step *step)
     tiles[0] = 0;
     for (int i = 0; i < n; i++)
         rows += slot->tables.segments[first + i].rows;
+    rows = range ? range->rows : rows;
     tile = tail_tile(&step->tail, rows);
     for (int i = 0; i < n; i++)
         tiles[i + 1] = tiles[i] + (int32_t)tail_tiles(&step->tail, tile,
                                                       slot->tables.segments[first + i].rows);
     block->tile[step->table] = tile;
     slot->tables.tiles[step->table] = tiles;
-    block->n_tiles[step->table] = tiles[n];
+    block->n_tiles[step->table] =
+        range ? (int32_t)tail_tiles(&step->tail, tile, rows) + range->parts : tiles[n];
 }
 
 /* Where each of the job's masks begins: a dropout's counter follows from those before it. */
@@ -92,7 +96,7 @@ static void add_counters(struct slot *slot, int segment, const struct job *job, 
     }
 }
 
-int block_upload_tables(struct slot *slot, struct report *report)
+static void find_tables(struct slot *slot)
 {
     struct block *block = &slot->block;
 
@@ -100,6 +104,11 @@ int block_upload_tables(struct slot *slot, struct report *report)
         block->tiles[i] = device_of(slot, slot->tables.tiles[i]);
     block->segments = device_of(slot, slot->tables.segments);
     block->counters = device_of(slot, slot->tables.counters);
+}
+
+int block_upload_tables(struct slot *slot, struct report *report)
+{
+    find_tables(slot);
     return CUDA(report, cudaMemcpyAsync(slot->at_device, slot->host, slot->tables.used,
                                         cudaMemcpyHostToDevice, slot->stream));
 }
@@ -109,7 +118,7 @@ void block_end_tables(struct slot *slot, int n)
     slot->tables.counters =
         reserve(slot, (uint64_t)(slot->plan->n_masks * n + 1) * sizeof(uint64_t));
     slot->block.counter_pitch = n;
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n && slot->plan->n_masks; i++)
         add_counters(slot, i, slot->order[i]->job, n);
     for (int i = 0; i < slot->plan->n_tails; i++)
         add_tiles(slot, &slot->plan->tails[i]);
@@ -179,6 +188,14 @@ static void fill_segment(struct segment *segment, const struct part *part)
     segment->unused = 0;
 }
 
+bool block_downloads(const struct slot *slot)
+{
+    for (int i = 0; i < slot->n_parts; i++)
+        if (slot->parts[i].copy.way == WAY_ENGINE)
+            return true;
+    return false;
+}
+
 /* Brings what kernels wrote elsewhere to its place. */
 int block_download(struct slot *slot, bool *ret_any, struct report *report)
 {
@@ -234,12 +251,12 @@ static int upload_part(struct slot *slot, const struct part *part, char *to, uin
         memcpy(slot->in + slot->in_used, from, size);
         from = slot->in + slot->in_used;
         slot->in_used += rounded(size);
-        if (size > PIECE_MAX)
+        if (size > BLOCK_PIECE_MAX)
             return CUDA(report,
                         cudaMemcpyAsync(to, from, size, cudaMemcpyHostToDevice, slot->stream));
     } else if (!job->x_memory) {
         return memory_upload(NULL, to, from, size, slot->stream, report);
-    } else if (size > PIECE_MAX) {
+    } else if (size > BLOCK_PIECE_MAX) {
         return memory_upload(job->x_memory, to, from, size, slot->stream, report);
     } else {
         from = memory_at(job->x_memory, from);
@@ -249,7 +266,7 @@ static int upload_part(struct slot *slot, const struct part *part, char *to, uin
     return 0;
 }
 
-int block_upload(struct slot *slot, struct report *report)
+int block_upload_rows(struct slot *slot, struct report *report)
 {
     uint64_t row_bytes = (uint64_t)slot->plan->in_elements * dtype_size(slot->plan->dtype);
     char *to = block_arena(slot)->buffers[BUFFER_X];
@@ -264,12 +281,18 @@ int block_upload(struct slot *slot, struct report *report)
         for (int i = 0; i < slot->n_parts && r == 0; i++)
             r = upload_part(slot, &slot->parts[i], to + row_bytes * (uint64_t)slot->parts[i].row,
                             row_bytes, report);
-    if (r == 0)
-        r = block_upload_tables(slot, report);
-    if (r == 0 && slot->tables.n_pieces)
-        r = pieces_cuda(slot->stream, device_of(slot, slot->tables.pieces), slot->tables.n_pieces,
-                        slot->tables.piece_max, report);
+    if (slot->range)
+        slot->tables.recorded->input =
+            (struct linear_norm_min_input){slot->block.x, slot->block.rows};
     return r;
+}
+
+int block_gather(struct slot *slot, struct report *report)
+{
+    if (slot->tables.n_pieces == 0)
+        return 0;
+    return pieces_cuda(slot->stream, device_of(slot, slot->tables.pieces), slot->tables.n_pieces,
+                       slot->tables.piece_max, report);
 }
 
 /* Blocks */
@@ -347,12 +370,33 @@ static bool next_parts(struct slot *slot)
     return row > 0;
 }
 
+/* Whether the block is like others, and which. */
+static const struct range *range_of(const struct slot *slot)
+{
+    for (int i = 0; i < slot->n_parts; i++)
+        if (in_compact_list(slot, slot->parts[i].job))
+            return NULL;
+    return graph_range(slot, slot->block.rows, slot->n_parts);
+}
+
+/* What a graph reads beyond the block's own segments: nothing to do. Returns their number. */
+static int fill_tables(struct slot *slot, int n)
+{
+    struct tables *tables = &slot->tables;
+    int parts = slot->range->parts;
+
+    memset(tables->segments + n, 0, (size_t)(parts - n) * sizeof(*tables->segments));
+    memset(tables->pieces, 0, (size_t)parts * sizeof(*tables->pieces));
+    tables->recorded = reserve(slot, sizeof(*tables->recorded));
+    return parts;
+}
+
 /* Results first, compact ones behind. */
 static void make_segments(struct slot *slot)
 {
     int n = 0;
 
-    block_begin_tables(slot, slot->n_parts);
+    block_begin_tables(slot, slot->range ? slot->range->parts : slot->n_parts);
     for (int compact = 0; compact < 2; compact++) {
         for (int i = 0; i < slot->n_parts; i++) {
             struct part *part = &slot->parts[i];
@@ -367,7 +411,7 @@ static void make_segments(struct slot *slot)
             slot->order[n++] = part;
         }
         if (compact == 0)
-            slot->block.n_results = n;
+            slot->block.n_results = n = slot->range ? fill_tables(slot, n) : n;
     }
     slot->block.n_compact = n - slot->block.n_results;
     block_end_tables(slot, n);
@@ -377,6 +421,33 @@ bool block_next(struct slot *slot)
 {
     if (!next_parts(slot))
         return false;
+    slot->range = range_of(slot);
     make_segments(slot);
     return true;
+}
+
+int block_record(struct slot *slot, const struct slot *of, const struct range *range, bool gathers,
+                 const struct recorded **ret, struct report *report)
+{
+    const struct recorded *recorded;
+    const struct piece *pieces;
+    char *own = slot->at_device;
+    int r;
+
+    slot->range = range;
+    slot->n_parts = 0;
+    slot->block.rows = range->rows;
+    make_segments(slot);
+    slot->at_device = of->at_device; /* its tables will lie as this slot's do */
+    find_tables(slot);
+    recorded = device_of(slot, slot->tables.recorded);
+    pieces = device_of(slot, slot->tables.pieces);
+    slot->at_device = own;
+    r = CUDA(report, cudaMemcpyAsync(of->at_device, of->host, slot->tables.used,
+                                     cudaMemcpyHostToDevice, slot->stream));
+    if (r == 0 && gathers)
+        r = pieces_cuda(slot->stream, pieces, range->parts, BLOCK_PIECE_MAX, report);
+    slot->block.input = &recorded->input;
+    *ret = recorded;
+    return r;
 }

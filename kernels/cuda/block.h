@@ -10,6 +10,7 @@
     (SEGMENTS_MAX * (sizeof(struct piece) + sizeof(struct segment)) + \
      TAILS_MAX * (SEGMENTS_MAX + 1) * sizeof(int32_t) +               \
      MODEL_STAGES_MAX * SEGMENTS_MAX * sizeof(uint64_t) + 4 * 256)
+#define BLOCK_PIECE_MAX ((uint64_t)64 << 10) /* bytes of x: up to here a kernel gathers them */
 
 enum phase { PHASE_IDLE, PHASE_COMPUTE, PHASE_GUARD, PHASE_FULL, PHASE_DONE };
 
@@ -32,6 +33,12 @@ struct part {
     struct copy copy;
 };
 
+/* What a graph's kernels read that others are launched with. */
+struct recorded {
+    struct linear_norm_min_input input;
+    uint32_t sequence; /* the flag's value */
+};
+
 /* Packed tables in the making: offsets within table memory. */
 struct tables {
     uint64_t used;
@@ -41,6 +48,7 @@ struct tables {
     struct segment *segments;
     int32_t *tiles[TAILS_MAX];
     uint64_t *counters;
+    struct recorded *recorded; /* of a block in a range */
 };
 
 struct slot {
@@ -61,6 +69,8 @@ struct slot {
     unsigned job;    /* where the next block begins */
     int64_t job_row; /* of those that the job has in this batch */
     struct block block;
+    const struct range
+        *range; /* the block's, if one has it: its tables are as a graph reads them */
     int n_parts;
     struct part parts[2 * SEGMENTS_MAX]; /* one a segment, and one a full row of a compact result */
     struct part *order[SEGMENTS_MAX];    /* the part that each segment belongs to */
@@ -69,9 +79,17 @@ struct slot {
 
 /* The next rows of the batch as parts and segments. False when none are left. */
 bool block_next(struct slot *slot);
-/* Rows and tables to the device. */
-int block_upload(struct slot *slot, struct report *report);
+/* To the device: rows that the copy engine takes; the tables; the rows that a kernel takes. */
+int block_upload_rows(struct slot *slot, struct report *report);
 int block_upload_tables(struct slot *slot, struct report *report);
+int block_gather(struct slot *slot, struct report *report);
+/* Some of what kernels write must be brought to its place by the copy engine. */
+bool block_downloads(const struct slot *slot);
+/* Enqueues on the slot's stream how the tables, and with `gathers` the rows, of any block in that
+ * range come to the device for the slot `of`, and makes slot->block one with room for all of them.
+ * `ret` is where its `recorded` will lie there. */
+int block_record(struct slot *slot, const struct slot *of, const struct range *range, bool gathers,
+                 const struct recorded **ret, struct report *report);
 /* Brings what kernels wrote elsewhere to its place: by the copy engine, enqueued; by the CPU, once
  * the block has ended. */
 int block_download(struct slot *slot, bool *ret_any, struct report *report);

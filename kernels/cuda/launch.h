@@ -159,6 +159,9 @@ int amin_cuda(cudaStream_t stream, const struct amin *amin, struct report *repor
 
 /* Tells the host that everything before it in the stream has ended. */
 int flag_cuda(cudaStream_t stream, uint32_t *flag, uint32_t value, struct report *report);
+/* The same with a value that lies in device memory by then. */
+int flag_from_cuda(cudaStream_t stream, uint32_t *flag, const uint32_t *value,
+                   struct report *report);
 
 #ifdef __cplusplus
 }

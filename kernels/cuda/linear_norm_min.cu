@@ -303,6 +303,11 @@ extern "C" unsigned linear_norm_min_launches(const struct linear_norm_min *fused
     return (unsigned)(2 * ((rows + PIECE_ROWS - 1) / PIECE_ROWS));
 }
 
+extern "C" int64_t linear_norm_min_filled(const struct linear_norm_min *fused, int64_t rows)
+{
+    return rows > PIECE_ROWS ? 0 : cut_of(fused, rows).rows;
+}
+
 static int run_piece(const struct linear_norm_min *fused, cudaStream_t stream, const void *x,
                      struct product_run *run, uint64_t scales_size, struct report *report)
 {
@@ -331,14 +336,16 @@ extern "C" const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fu
 }
 
 extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream,
-                                   void *work, const void *x, int64_t rows, float *to,
-                                   struct report *report)
+                                   void *work, const void *x,
+                                   const struct linear_norm_min_input *input, int64_t rows,
+                                   float *to, struct report *report)
 {
     const int64_t row_size = fused->shape.in * (int64_t)dtype_size(fused->shape.dtype);
     struct sizes s = sizes_of(&fused->shape);
     struct product_run run = fused->run;
     int r = 0;
 
+    run.input = input;
     run.rows = (uint8_t *)work;
     run.scales = (float *)(run.rows + s.rows);
     run.keys = (uint32_t *)(run.rows + s.rows + s.scales);

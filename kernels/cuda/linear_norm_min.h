@@ -29,6 +29,12 @@ bool linear_norm_min_fits(const struct linear_norm_min_shape *shape);
 void linear_norm_min_size(const struct linear_norm_min_shape *shape, uint64_t *ret_resident,
                           uint64_t *ret_work);
 
+/* What a captured run reads when it is launched: x and its rows by then, in device memory. */
+struct linear_norm_min_input {
+    const void *x;
+    int64_t rows;
+};
+
 struct linear_norm_min;
 
 /*
@@ -43,14 +49,18 @@ struct linear_norm_min *linear_norm_min_free(struct linear_norm_min *fused);
 /* What runs, in words; kernels of a run of that many rows. */
 const char *linear_norm_min_text(const struct linear_norm_min *fused);
 unsigned linear_norm_min_launches(const struct linear_norm_min *fused, int64_t rows);
+/* Of the runs that are launched as one of that many rows is, the largest; 0: it takes several. */
+int64_t linear_norm_min_filled(const struct linear_norm_min *fused, int64_t rows);
 
 /*
  * x [rows, in] to the minima of the rows, float32. Only enqueues. With `to` NULL they stay in the
  * work space as keys (cuda.cuh) until its next use, and a kernel may be launched that starts early
- * (launch_early() in hopper.cuh).
+ * (launch_early() in hopper.cuh). With `input` x and rows are what lies there when the kernels run,
+ * at most as many rows as here.
  */
 int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream, void *work,
-                        const void *x, int64_t rows, float *to, struct report *report);
+                        const void *x, const struct linear_norm_min_input *input, int64_t rows,
+                        float *to, struct report *report);
 
 const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fused, const void *work);
 

@@ -79,3 +79,16 @@ extern "C" int flag_cuda(cudaStream_t stream, uint32_t *flag, uint32_t value, st
     }
     return r;
 }
+
+static __global__ void flag_from_kernel(uint32_t *flag, const uint32_t *value)
+{
+    __threadfence_system();
+    *(volatile uint32_t *)flag = *value;
+}
+
+extern "C" int flag_from_cuda(cudaStream_t stream, uint32_t *flag, const uint32_t *value,
+                              struct report *report)
+{
+    flag_from_kernel<<<1, 1, 0, stream>>>(flag, value);
+    return CUDA_LAUNCHED(report);
+}

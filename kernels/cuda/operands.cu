@@ -111,6 +111,16 @@ static __device__ __forceinline__ void between(void)
     previous_wait();
 }
 
+/* The rows as they were launched, or as a captured run finds them. After between(). */
+template <typename T>
+static __device__ __forceinline__ int64_t rows_of(const struct product_run &run, const T *&x)
+{
+    if (!run.input)
+        return run.n;
+    x = (const T *)run.input->x;
+    return run.input->rows;
+}
+
 /* Exact: eight rows by 256 of K a block; a warp has 8 rows by 4 chunks, two warps a unit. */
 static __global__ void __launch_bounds__(THREADS)
     exact_rows_kernel(const float *x, int64_t in, const struct product_run run)
@@ -122,9 +132,11 @@ static __global__ void __launch_bounds__(THREADS)
     struct chunk v;
     uint32_t top;
     uint4 high, low;
+    int64_t n;
 
     between();
-    v = load_chunk(x + row * in + k, row < run.n && k < in);
+    n = rows_of(run, x);
+    v = load_chunk(x + row * in + k, row < n && k < in);
     top = max(top_of(v.a), top_of(v.b));
     top = max(top, __shfl_xor_sync(~0u, top, 8));
     top = max(top, __shfl_xor_sync(~0u, top, 16));
@@ -155,10 +167,12 @@ static __global__ void __launch_bounds__(WHOLE)
     __shared__ uint32_t tops[ROWS];
     const int r = threadIdx.x % ROWS;
     const uint32_t row = blockIdx.y * ROWS + r;
-    const bool inside = row < run.n;
     uint32_t top = 0;
 
     between();
+
+    const bool inside = row < rows_of(run, x);
+
     if (threadIdx.x < ROWS) {
         begin_minima(run, row);
         tops[r] = 0;
@@ -197,13 +211,15 @@ static __global__ void __launch_bounds__(THREADS)
 {
     const uint32_t row = blockIdx.y * 8 + threadIdx.x % 8;
     const int64_t k = (int64_t)blockIdx.x * THREADS + threadIdx.x / 8 * CHUNK;
+    int64_t n;
 
     between();
+    n = rows_of(run, x);
     if (blockIdx.x == 0 && threadIdx.x < 8)
         begin_minima(run, row);
     if (k < in)
         *(uint4 *)place<PRODUCT_FLOAT16>(run, row, k) =
-            row < run.n ? *(const uint4 *)(x + row * in + k) : make_uint4(0, 0, 0, 0);
+            row < n ? *(const uint4 *)(x + row * in + k) : make_uint4(0, 0, 0, 0);
 }
 
 extern "C" int rows_cuda(cudaStream_t stream, enum product_kind kind, int64_t rows, const void *x,

@@ -53,6 +53,8 @@ static __global__ void __launch_bounds__(THREADS)
 {
     int s = 0;
 
+    if (tail.tiles[tail.n_segments] <= (int32_t)blockIdx.x) /* a graph has blocks for the most */
+        return;
     for (int high = tail.n_segments - 1; s < high;) {
         int middle = (s + high + 1) / 2;
 

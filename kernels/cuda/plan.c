@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cuda/graph.h"
 #include "kernels/cuda/steps.h"
 #include "kernels/size.h"
 
@@ -323,6 +324,24 @@ out:
     return r;
 }
 
+static void describe_graphs(struct plan *plan)
+{
+    const struct range *last;
+    int even = plan->n_ranges; /* ranges that follow one another from 1 on */
+
+    if (even == 0) {
+        say(plan, "launched kernel by kernel, not as a CUDA graph\n");
+        return;
+    }
+    last = &plan->ranges[even - 1];
+    if (even > 1 && last->from > last[-1].rows + 1)
+        even--;
+    say(plan, "a CUDA graph for batches of 1 to %lld rows", (long long)plan->ranges[even - 1].rows);
+    if (even < plan->n_ranges)
+        say(plan, ", %lld to %lld", (long long)last->from, (long long)last->rows);
+    say(plan, ", of at most %d requests\n", last->parts);
+}
+
 static void describe(struct plan *plan)
 {
     static const char *const names[] = {
@@ -361,6 +380,7 @@ static void describe(struct plan *plan)
                           : step->kind == STEP_STATS && plan->size.partial ? 2u
                                                                            : 1u;
     }
+    describe_graphs(plan);
     if (plan->fill)
         plan->launches = 1; /* guard and fill */
     plan->launches++;       /* the flag */
@@ -395,6 +415,7 @@ int plan_new(struct gemm_library *library, const struct pipeline *pipeline, uint
         if (plan->steps[i].conv)
             raise(&plan->size.workspace, conv_workspace(plan->steps[i].conv));
     sum_up(&plan->size);
+    graph_ranges(plan);
     describe(plan);
     *ret = plan;
     plan = NULL;
@@ -410,6 +431,7 @@ struct plan *plan_free(struct plan *plan)
     if (!plan)
         return NULL;
     for (int i = 0; i < SLOTS; i++) {
+        graph_free(&plan->arenas[i]);
         cudaFreeHost(plan->arenas[i].states);
         cudaFreeHost(plan->arenas[i].tops_host);
         cudaFree(plan->arenas[i].memory);

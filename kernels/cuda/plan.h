@@ -12,6 +12,7 @@
 #define SLOTS        4
 #define SEGMENTS_MAX 1024 /* requests, or parts of them, in a block */
 #define TAILS_MAX    (MODEL_STAGES_MAX + 3)
+#define RANGES_MAX   16
 
 /* Arrays that a step reads and writes; each slot has its own. */
 enum buffer { BUFFER_X, BUFFER_A, BUFFER_B, BUFFERS };
@@ -59,6 +60,12 @@ struct mask {
     int64_t elements; /* of a row */
 };
 
+/* Batches of `from` to `rows` rows, in at most `parts` parts of requests, are launched alike. */
+struct range {
+    int64_t from, rows;
+    int parts;
+};
+
 /* A slot's work space for this plan. */
 struct arena {
     char *memory; /* one allocation, in this order: */
@@ -66,12 +73,13 @@ struct arena {
     float2 *stats;
     double2 *partial;
     struct gemm_work gemm;
-    void *fused;         /* of linear_norm_min, conv_norm */
-    uint32_t *counters;  /* of conv_norm alone */
-    void *workspace;     /* of convolutions */
-    uint32_t *guard;     /* of constant.cu: zeros between its runs */
-    uint32_t *tops_host; /* pinned */
-    uint8_t *states;     /* pinned: what a compact result begins with */
+    void *fused;                           /* of linear_norm_min, conv_norm */
+    uint32_t *counters;                    /* of conv_norm alone */
+    void *workspace;                       /* of convolutions */
+    uint32_t *guard;                       /* of constant.cu: zeros between its runs */
+    uint32_t *tops_host;                   /* pinned */
+    uint8_t *states;                       /* pinned: what a compact result begins with */
+    cudaGraphExec_t graphs[RANGES_MAX][2]; /* of graph.c: of each range, the second gathers rows */
 };
 
 struct arena_size {
@@ -97,6 +105,8 @@ struct plan {
     int n_masks;
     struct mask masks_drawn[MODEL_STAGES_MAX];
 
+    int n_ranges; /* 0: this plan is never captured */
+    struct range ranges[RANGES_MAX];
     int n_params;
     float *params[4 * MODEL_STAGES_MAX];
     uint64_t resident_bytes;
@@ -118,6 +128,7 @@ struct block {
     int32_t n_tiles[TAILS_MAX], tile[TAILS_MAX];
     const uint64_t *counters;
     int64_t counter_pitch;
+    const struct linear_norm_min_input *input; /* NULL, or that of a block that is captured */
 };
 
 /* Takes the weights it needs from the pipeline. No work space yet. */

@@ -9,6 +9,7 @@
 #include <cuda.h>
 
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/linear_norm_min.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -50,7 +51,8 @@ struct product_run {
     uint32_t *keys;                              /* [rows]: minima so far */
     uint32_t *arrived;                           /* blocks that have ended */
     float *to;                                   /* [n] */
-    int64_t n;                                   /* rows */
+    int64_t n;                                   /* rows, or at most so many with: */
+    const struct linear_norm_min_input *input;   /* NULL: x and rows are as launched */
     int units, slabs;
     int tiles_m, tiles_n; /* wide: of a cluster */
     float eps;

@@ -189,8 +189,8 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             r = run_linear(plan, arena, stream, step, block->rows, from, to, report);
             break;
         case STEP_LINEAR_NORM_MIN:
-            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->rows,
-                                    keys_suffice(plan, block, i) ? NULL : to, report);
+            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->input,
+                                    block->rows, keys_suffice(plan, block, i) ? NULL : to, report);
             break;
         case STEP_CONV3D:
             r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);

@@ -10,12 +10,15 @@
  *   FULL      the full path for rows that the guard stopped, download
  *   (nothing left: the block has ended; the next block, or the batch's end)
  *
+ * A COMPUTE phase that is like others (graph.c) is one launch, flag and all.
+ *
  * Nothing is allocated here after slot_new().
  */
 #include <errno.h>
 #include <stdlib.h>
 #include <time.h>
 
+#include "kernels/cuda/graph.h"
 #include "kernels/cuda/guard.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/slot.h"
@@ -73,6 +76,14 @@ static int end_phase(struct slot *slot, enum phase phase, struct report *report)
     return flag_cuda(slot->stream, slot->flag, ++slot->sequence, report);
 }
 
+/* The whole phase at once. */
+static int launch_phase(struct slot *slot, struct report *report)
+{
+    slot->phase = PHASE_COMPUTE;
+    slot->tables.recorded->sequence = ++slot->sequence;
+    return graph_launch(slot, report);
+}
+
 /* 1: a block is in flight; 0: no rows are left; or negative. */
 static int begin_block(struct slot *slot, struct report *report)
 {
@@ -81,7 +92,15 @@ static int begin_block(struct slot *slot, struct report *report)
 
     if (!block_next(slot))
         return 0;
-    r = block_upload(slot, report);
+    r = block_upload_rows(slot, report);
+    if (r == 0 && slot->range && !block_downloads(slot)) {
+        r = launch_phase(slot, report);
+        return r < 0 ? r : 1;
+    }
+    if (r == 0)
+        r = block_upload_tables(slot, report);
+    if (r == 0)
+        r = block_gather(slot, report);
     if (r < 0)
         return r;
     if (slot->plan->fill) {

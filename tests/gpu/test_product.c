@@ -214,6 +214,147 @@ static void test_whole_result(void **state)
     free(y);
 }
 
+/* Rows from `first` on in so many requests, in one kind of memory, against a batch of ALIKE rows.
+ */
+#define ALIKE 250
+
+static void check_alike(const struct bench *bench, const char *x, const char *want, int first,
+                        int rows, int n, int kind)
+{
+    const size_t row_size = K * bench->size;
+    struct job *jobs = array((size_t)n, sizeof(*jobs));
+    size_t *sizes = array((size_t)n, sizeof(*sizes));
+    char *y = array((size_t)rows * C, bench->size), *to = y;
+
+    for (int i = 0, at = first; i < n; i++) {
+        int share = rows / n + (i < rows % n);
+
+        jobs[i] = (struct job){.x = x + (size_t)at * row_size,
+                               .y = to,
+                               .y_size = (size_t)share * C * bench->size,
+                               .rows = (uint32_t)share};
+        sizes[i] = (size_t)share * row_size;
+        at += share;
+        to += jobs[i].y_size;
+    }
+    device_run_in(device_get(), bench->plan, jobs, (unsigned)n, sizes, kind,
+                  rows % 2 * 2 * bench->size);
+    for (int i = 0, at = first; i < n; at += (int)jobs[i++].rows) {
+        assert_int_equal(jobs[i].result, 0);
+        for (size_t c = 0; c < C; c++)
+            for (int row = at; row < at + (int)jobs[i].rows && row < ALIKE; row++) {
+                const char *is =
+                    (char *)jobs[i].y + (c * jobs[i].rows + (size_t)(row - at)) * bench->size;
+
+                if (memcmp(is, want + (c * ALIKE + (size_t)row) * bench->size, bench->size) != 0)
+                    fail_msg("%d rows from %d in %d requests, memory %d: row %d, channel %zu is "
+                             "not as in a batch of %d",
+                             rows, first, n, kind, row, c, ALIKE);
+            }
+    }
+    free(jobs);
+    free(sizes);
+    free(y);
+}
+
+/* Batches that are launched as a graph, at and between the borders of ranges, against one that
+ * never is. */
+static void test_graphs(void **state)
+{
+    enum { MOST = 300 };
+    static const struct setting settings[] = {
+        {"float32", "fp32"}, {"float32", "tf32"}, {"bfloat16", "fp32"}};
+    static const int sizes[] = {1,  2,  7,   8,   9,   16,  17,  33,  64,
+                                65, 81, 112, 128, 144, 192, 193, MOST};
+    float *x = array((size_t)MOST * K, sizeof(*x));
+    struct plan_info info;
+
+    (void)state;
+    models_input(x, (size_t)MOST * K, 12, -0.5f);
+    for (size_t s = 0; s < sizeof(settings) / sizeof(*settings); s++) {
+        struct bench bench = bench_new(&settings[s], GROUPS, MOST, (size_t)ALIKE * C * 4);
+        char *words = array((size_t)MOST * K, bench.size);
+        char *want = array((size_t)ALIKE * C, bench.size);
+
+        device_get()->ops->plan_info(bench.plan, &info);
+        if (!strstr(info.text, "a CUDA graph for batches of 1 to"))
+            fail_msg("no graph: %s", info.text);
+        tensor_from_float(bench.pipeline->dtype, x, words, (size_t)MOST * K);
+        bench_fill(&bench, x, MOST);
+        bench_run(&bench, 0, ALIKE, true, want);
+        for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++)
+            for (int kind = 0; kind < 3; kind++) {
+                int rows = sizes[i], first = rows < ALIKE ? (ALIKE - rows) / (kind + 1) : 0;
+
+                check_alike(&bench, words, want, first, rows, 1, kind);
+                check_alike(&bench, words, want, first, rows, rows < 5 ? rows : 5, kind);
+                if (kind == (int)i % 3)
+                    check_alike(&bench, words, want, first, rows, rows, kind);
+            }
+        bench_free(&bench);
+        free(words);
+        free(want);
+    }
+    free(x);
+}
+
+/* Every slot's own graphs, at once: sizes differ, results do not. */
+static void test_graphs_at_once(void **state)
+{
+    enum { SLOTS = 3, ROUNDS = 300, MOST = 64 };
+    static const struct setting setting = {"float32", "fp32"};
+    struct bench bench = bench_new(&setting, GROUPS, MOST, (size_t)(SLOTS + 1) * MOST * C * 4);
+    const struct device *device = device_get();
+    float *x = array((size_t)MOST * K, sizeof(*x)), *m = array(MOST, sizeof(*m));
+    float *y = array((size_t)MOST * C, sizeof(*y));
+    struct job jobs[SLOTS];
+    struct batch batches[SLOTS];
+    unsigned started = 0, ended = 0;
+    bool running[SLOTS] = {false};
+
+    (void)state;
+    models_input(x, (size_t)MOST * K, 13, -0.5f);
+    bench_fill(&bench, x, MOST);
+    bench_run(&bench, 0, MOST, false, m);
+    while (ended < ROUNDS)
+        for (unsigned s = 0; s < SLOTS; s++) {
+            char *at = bench.y.at + (size_t)(s + 1) * MOST * C * 4;
+
+            if (running[s]) {
+                int r = device->ops->poll(device->backend, s);
+                uint32_t rows = jobs[s].rows;
+
+                assert_true(r >= 0);
+                if (r == 0)
+                    continue;
+                running[s] = false;
+                ended++;
+                device_copy(y, at, (size_t)rows * C * sizeof(*y));
+                for (uint32_t i = 0; i < rows * C; i += 97)
+                    if (y[i] != m[i % rows] + fill("t", i / rows))
+                        fail_msg("batch %u of %u rows: element %u is %.9g, not %.9g", ended, rows,
+                                 i, (double)y[i], (double)(m[i % rows] + fill("t", i / rows)));
+            }
+            if (started < ROUNDS) {
+                jobs[s] = (struct job){.x = bench.x.at,
+                                       .x_memory = bench.x.memory,
+                                       .y = at,
+                                       .y_memory = bench.y.memory,
+                                       .rows = 1 + started * 7 % MOST};
+                jobs[s].y_size = (uint64_t)jobs[s].rows * C * sizeof(*y);
+                batches[s] = (struct batch){
+                    .plan = bench.plan, .jobs = &jobs[s], .n_jobs = 1, .rows = jobs[s].rows};
+                assert_int_equal(device->ops->start(device->backend, s, &batches[s]), 0);
+                running[s] = true;
+                started++;
+            }
+        }
+    bench_free(&bench);
+    free(x);
+    free(m);
+    free(y);
+}
+
 enum kind { PLAIN, ONE_HUGE, LARGE, SMALL, SUBNORMAL, ZERO, KINDS };
 
 static const char *const kinds[] = {"plain",       "one huge, many tiny", "times 1e18",
@@ -367,7 +508,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_batch_size),    cmocka_unit_test(test_pieces),
         cmocka_unit_test(test_whole_result),        cmocka_unit_test(test_error_is_bounded),
-        cmocka_unit_test(test_one_channel_a_group),
+        cmocka_unit_test(test_one_channel_a_group), cmocka_unit_test(test_graphs),
+        cmocka_unit_test(test_graphs_at_once),
     };
 
     int r;
