@@ -204,6 +204,7 @@ static void measure(const struct line *line, const struct pipeline *pipeline, st
 static void bench(const struct line *line, struct pipeline *pipeline, const uint32_t *rows,
                   uint32_t max_rows)
 {
+    bool hosted = line->torch && line->name[0] != 'c' && rows[0] == 1;
     struct line host = *line;
     struct plan *plan;
     char name[32];
@@ -215,7 +216,7 @@ static void bench(const struct line *line, struct pipeline *pipeline, const uint
     plan = device_load(device_get(), pipeline, max_rows);
     for (; *rows; rows++) {
         measure(line, pipeline, plan, *rows);
-        if (line->torch && line->name[0] != 'c' && (*rows == 1 || *rows == max_rows)) {
+        if (hosted && (*rows == 1 || *rows == max_rows)) {
             snprintf(name, sizeof(name), "%s host", line->name);
             host.name = name;
             host.host = true;
@@ -307,8 +308,8 @@ int main(int argc, char **argv)
           models_a(&fixture, "bfloat16", "fp32", K, C, 512), few, 1024);
     bench(&(struct line){"b-train", "b-train", .train = true},
           models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows, 128);
-    bench(&(struct line){.name = "b-eval"}, models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows,
-          128);
+    bench(&(struct line){.name = "b-eval", .torch = "b-eval"},
+          models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows, 128);
     bench(&(struct line){.name = "b-full", .torch = "b-full"},
           models_b(&fixture, true, 16, 64, 64, "0.5"), b_rows, 128);
     bench(&(struct line){.name = "b-eval-nan", .spoilt = NAN}, model_b("float32", "0.0"), many,
@@ -319,15 +320,12 @@ int main(int argc, char **argv)
           model_b("float32", "0.0"), many, 128);
     bench(&(struct line){.name = "b-train-huge", .train = true, .spoilt = 1e38f},
           model_b("float32", "0.0"), many, 128);
-    for (int half = 0; half < 2; half++) {
-        const char *dtype = half ? "float16" : "bfloat16";
+    for (int i = 0; i < 6; i++) {
+        static const char *const names[] = {"b-eval-bf16", "b-train-bf16", "b-full-bf16",
+                                            "b-eval-f16",  "b-train-f16",  "b-full-f16"};
 
-        bench(&(struct line){.name = half ? "b-eval-f16" : "b-eval-bf16"}, model_b(dtype, "0.0"),
-              many, 128);
-        bench(&(struct line){.name = half ? "b-train-f16" : "b-train-bf16", .train = true},
-              model_b(dtype, "0.0"), many, 128);
-        bench(&(struct line){.name = half ? "b-full-f16" : "b-full-bf16"}, model_b(dtype, "0.5"),
-              many, 128);
+        bench(&(struct line){names[i], names[i], .train = i % 3 == 1},
+              model_b(i < 3 ? "bfloat16" : "float16", i % 3 == 2 ? "0.5" : "0.0"), many, 128);
     }
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         bench_shape(&shapes[i]);

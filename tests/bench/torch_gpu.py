@@ -83,6 +83,7 @@ for rows in (1, 8, 32, 128):
 for rows in (1, 8, 32, 128):
     say("b-full", rows, model_b(0.5, False), (3, 16, 64, 64), compiled and rows == 128)
 for name, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+    say(f"b-eval-{name}", 128, model_b(0.0, False, dtype), (3, 16, 64, 64), False, dtype)
     say(f"b-train-{name}", 128, model_b(0.0, True, dtype), (3, 16, 64, 64), False, dtype)
     say(f"b-full-{name}", 128, model_b(0.5, False, dtype), (3, 16, 64, 64), False, dtype)
 # The same list as in bench_gpu.c.
