@@ -17,7 +17,8 @@
 #include "kernels/size.h"
 
 #define THREADS   128
-#define TOP       14 /* exponent of a channel's largest scaled weight */
+#define TOP       14  /* exponent of a channel's largest scaled weight */
+#define MOST      126 /* that weights are scaled by: twice that can be undone in two steps */
 #define ALIGNMENT 256
 
 /* What stands at a place of K: one or two inputs of a line of the window. channel < 0: none. */
@@ -94,6 +95,7 @@ extern "C" bool conv_norm_fits(const struct conv_norm_shape *shape)
         out *= conv->out[i];
     }
     return conv->in_channels == WINDOW_CHANNELS && groups_fit(shape) &&
+           outs_padded(shape) / WINDOW_OUTS <= UINT16_MAX && /* blocks along z */
            size_times((uint64_t)conv->rows, items_of(shape)) <= INT32_MAX && product_runs_here();
 }
 
@@ -190,7 +192,7 @@ static __global__ void __launch_bounds__(WARP)
     }
     top = warp_max(top);
     if (threadIdx.x == 0)
-        exponents[out] = top == 0 ? 0 : TOP - ilogbf(__uint_as_float(top));
+        exponents[out] = top == 0 ? 0 : min(MOST, TOP - ilogbf(__uint_as_float(top)));
 }
 
 static __global__ void lowest_kernel(int *exponents, int n)

@@ -23,10 +23,10 @@
  *
  * That blocks wait for one another is safe whichever of them run, and whatever runs beside them.
  * Tiles are dealt by a counter in the order of samples, so only running blocks have tiles. A block
- * keeps at most SLOTS tiles of one sample: it waits for a slot only where the tile in it is of an
- * earlier sample. So the first unfinished sample's tiles wait for nothing, and its last moments
- * come. What a block cannot keep gives its moments and is computed again in the end, when no
- * moments of this block are missing anywhere.
+ * keeps at most SLOTS tiles of one sample: where a tile waits for a slot, an earlier sample's tile
+ * is in it. So the first unfinished sample's tiles wait for nothing, and its last moments come.
+ * What a block cannot keep gives its moments and is computed again in the end, when no moments of
+ * this block are missing anywhere.
  *
  * Tiles, scales and orders depend on the shape of a sample alone, so its bits do not depend on the
  * batch, nor on which block computed what, nor how often.
@@ -375,14 +375,14 @@ static __device__ __forceinline__ void norm_all(const struct window_run &run, st
 
         const uint32_t word =
             lane < (int)sizeof(slot.end) / 4 ? __ldcg((const uint32_t *)&run.ends[row] + lane) : 0;
-        const float2 norm = norm_of(run, sample_moments(run, row, slot.set), channel, exponent);
+        const float3 norm = norm_of(run, sample_moments(run, row, slot.set), channel, exponent);
 
         if (lane < (int)sizeof(slot.end) / 4)
             ((uint32_t *)&slot.end)[lane] = word;
         if (lane < WINDOW_OUTS) {
             slot.mean[lane] = norm.x;
             slot.scale[lane] = norm.y;
-            slot.shift[lane] = run.beta[channel];
+            slot.shift[lane] = norm.z;
         }
         warp_arrives(&shared.known[s]);
     }

@@ -182,27 +182,36 @@ static __device__ __forceinline__ struct window_moments sample_moments(const str
 {
     constexpr int AT_ONCE = 7; /* as many as registers hold */
     const int lane = threadIdx.x % WARP, columns = WINDOW_OUTS >> run.together_log;
+    const int column = lane & (columns - 1); /* whose moments this lane merges */
     const int sets = run.sets_per_group, first = sets > 1 ? set / sets * sets : set;
     const int n = run.tiles_all * columns * sets;
     const float4 *from = (const float4 *)run.moments +
                          ((int64_t)row * run.tile_sets + first) * run.tiles_all * columns;
-    struct merger tiles = merger_of(run.group_size, __ldcg(&from[lane & (columns - 1)]).x);
+    struct merger tiles = merger_of(run.group_size, __ldcg(&from[column]).x);
 
 #pragma unroll 1
-    for (int i = lane; i < n; i += AT_ONCE * WARP) {
-        float4 some[AT_ONCE];
+    for (int again = 0; again < 2; again++) {
+#pragma unroll 1
+        for (int i = lane; i < n; i += AT_ONCE * WARP) {
+            float4 some[AT_ONCE];
 
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            some[k] = __ldcg(&from[min(i + k * WARP, n - 1)]);
+            for (int k = 0; k < AT_ONCE; k++)
+                some[k] = __ldcg(&from[min(i + k * WARP, n - columns + column)]);
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const bool in = i + k * WARP < n;
+            for (int k = 0; k < AT_ONCE; k++) {
+                const bool in = i + k * WARP < n;
 
-            tiles.add(some[k].x, in ? some[k].y : 0, in ? some[k].z : 0);
+                tiles.add(some[k].x, in ? some[k].y : 0, in ? some[k].z : 0);
+            }
         }
+        tiles.add_lanes(columns, WARP);
+        /* A first tile far from all others was no good pivot: once more from the mean. */
+        if (!__any_sync(~0u, tiles.all * tiles.shift * tiles.shift > 64 * tiles.merged().squares))
+            break;
+        if (again == 0)
+            tiles = merger_of(run.group_size, tiles.pivot + tiles.shift);
     }
-    tiles.add_lanes(columns, WARP);
 
     const struct window_moments mine = tiles.merged();
     const int source = lane % WINDOW_OUTS >> run.together_log;
@@ -210,18 +219,23 @@ static __device__ __forceinline__ struct window_moments sample_moments(const str
     return {__shfl_sync(~0u, mine.mean, source), __shfl_sync(~0u, mine.squares, source), mine.n, 0};
 }
 
-/* What a channel needs of its group's moments, to be taken from a scaled sum and multiplied. */
-static __device__ __forceinline__ float2 norm_of(const struct window_run &run,
+/* What a scaled sum of a channel is normalised with: less x, times y, plus z. */
+static __device__ __forceinline__ float3 norm_of(const struct window_run &run,
                                                  const struct window_moments &moments, int channel,
                                                  int exponent)
 {
     const float variance = moments.squares / moments.n;
     /* Overflows where PyTorch's does: the root's inverse is then 0. */
     const float rstd = 1.0f / sqrtf(variance + run.eps);
+    const float away = moments.mean - run.bias[channel], scale = rstd * run.gamma[channel];
+    /* Without a mean then, whose scaling might overflow, and 0 times that is NaN. */
+    const float mean = rstd == 0 ? 0.0f : unscale(away, -exponent);
+    const float shift = run.beta[channel];
 
     if (!isfinite(moments.mean))
-        return make_float2(0, __int_as_float(0x7fc00000));
-    /* Without a mean, whose scaling might overflow, and 0 times that is NaN. */
-    return make_float2(rstd == 0 ? 0.0f : unscale(moments.mean - run.bias[channel], -exponent),
-                       unscale(rstd * run.gamma[channel], exponent));
+        return make_float3(0, __int_as_float(0x7fc00000), shift);
+    /* Sums so small that they are nothing beside the mean: one number. */
+    if (isinf(mean))
+        return make_float3(0, 0, __fmaf_rn(-away, scale, shift));
+    return make_float3(mean, unscale(scale, exponent), shift);
 }

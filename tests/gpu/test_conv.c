@@ -15,6 +15,7 @@
     "bias = \"b\"; out = %d; kernel = 3; padding = %d; }, { op = \"group_norm\"; groups = %d;" \
     "weight = \"g\"; bias = \"h\"; }, %s);"
 #define POINTS "{ op = \"minimum\"; value = 0.5; }, { op = \"clamp\"; min = -0.25; max = 1.0; }"
+#define WIDE   "{ op = \"clamp\"; min = -64.0; max = 64.0; }"
 #define CONSTANT                                                                     \
     "{ op = \"minimum\"; value = 0.5; }, { op = \"clamp\"; min = 0.5; max = 1.0; }," \
     "{ op = \"dropout\"; p = 0.2; }"
@@ -63,19 +64,19 @@ static void run(const struct pipeline *pipeline, const void *x, void *y, uint32_
     device_get()->ops->unload(device_get()->backend, plan);
 }
 
-/* Against float64; ends the pipeline. */
-static void check(struct pipeline *pipeline, uint32_t rows, const char *what, double tolerance)
+/* These rows against float64; where that is NaN, y has to be. */
+static void check_rows(const struct pipeline *pipeline, float *x, uint32_t rows, const char *what,
+                       double tolerance)
 {
     size_t in = rows * (size_t)shape_elements(&pipeline->in);
     size_t out = rows * (size_t)shape_elements(&pipeline->out);
     size_t esize = dtype_size(pipeline->dtype);
-    float *x = array(in, sizeof(*x)), *y = array(out, sizeof(*y));
+    float *y = array(out, sizeof(*y));
     double *want = array(out, sizeof(*want)), error = 0;
     char *x_own = array(in, esize), *y_own = array(out, esize);
     struct reference_run how = {.rows = rows};
     struct report report;
 
-    models_input(x, in, 5, -0.5f);
     tensor_from_float(pipeline->dtype, x, x_own, in);
     tensor_to_float(pipeline->dtype, x_own, x, in);
     run(pipeline, x_own, y_own, rows, false);
@@ -83,17 +84,28 @@ static void check(struct pipeline *pipeline, uint32_t rows, const char *what, do
     if (reference_run(pipeline, pipeline->n_stages, &how, x, want, true, &report) < 0)
         fail_msg("%s", report.text);
     for (size_t i = 0; i < out; i++) {
-        if (!(fabs((double)y[i] - want[i]) <= tolerance))
+        if (isnan(want[i]) ? !isnan(y[i]) : !(fabs((double)y[i] - want[i]) <= tolerance))
             fail_msg("%s: y[%zu] is %.9g, not %.9g", what, i, (double)y[i], want[i]);
-        error = fmax(error, fabs((double)y[i] - want[i]));
+        if (!isnan(want[i]))
+            error = fmax(error, fabs((double)y[i] - want[i]));
     }
     printf("%s: largest error %.3g\n", what, error);
-    pipeline_free(pipeline);
-    free(x);
     free(y);
     free(want);
     free(x_own);
     free(y_own);
+}
+
+/* Ends the pipeline. */
+static void check(struct pipeline *pipeline, uint32_t rows, const char *what, double tolerance)
+{
+    size_t in = rows * (size_t)shape_elements(&pipeline->in);
+    float *x = array(in, sizeof(*x));
+
+    models_input(x, in, 5, -0.5f);
+    check_rows(pipeline, x, rows, what, tolerance);
+    pipeline_free(pipeline);
+    free(x);
 }
 
 static void check_shape(const struct shape_case *c)
@@ -132,6 +144,66 @@ static void test_large(void **state)
 
     (void)state;
     check(build(&c, "false", POINTS), 2, "a sample of 990 tiles", 4e-6);
+}
+
+/* A channel of weights that are next to nothing, and one whose bias is no number. */
+static float fill_odd(const char *name, int64_t i)
+{
+    float v = models_fill(name, i);
+
+    if (strcmp(name, "w") == 0 && i / 81 == 3)
+        v *= 1e-36f;
+    return strcmp(name, "b") == 0 && i == 15 ? NAN : v;
+}
+
+/* Tiles of zeros, and of next to nothing, in samples that are otherwise as usual; and what is wrong
+ * with one group, which the others do not feel. */
+static void test_odd_tiles(void **state)
+{
+    static const struct shape_case c = {"float32", {6, 18, 70}, 16, 0, 8, 0};
+    static const float times[] = {0, 1e-30f, 1e-42f, 1};
+    char text[1024];
+    struct pipeline *pipelines[2];
+    struct report report;
+    enum { ROWS = 8 };
+
+    (void)state;
+    pipelines[0] = build(&c, "false", WIDE);
+    snprintf(text, sizeof(text), MODEL, c.dtype, "false", c.in[0], c.in[1], c.in[2], c.outs,
+             c.padding, c.groups, WIDE);
+    if (fixture_build(&fixture, text, fill_odd, &pipelines[1], &report) < 0)
+        fail_msg("%s", report.text);
+    for (int p = 0; p < 2; p++) {
+        size_t in = (size_t)shape_elements(&pipelines[p]->in);
+        float *x = array(ROWS * in, sizeof(*x));
+
+        models_input(x, ROWS * in, 5, -0.5f);
+        /* The first tile's lines, or a whole row. */
+        for (size_t row = 0; row < ROWS; row++)
+            for (size_t i = 0; i < in; i++)
+                if (row >= 4 || i / 70 % 18 < 6)
+                    x[row * in + i] *= times[row % 4];
+        check_rows(pipelines[p], x, ROWS, p ? "odd weights" : "tiles of zeros", 1e-5);
+        pipeline_free(pipelines[p]);
+        free(x);
+    }
+}
+
+/* The first tile is far from all others, which are all but equal. */
+static void test_outlier(void **state)
+{
+    static const struct shape_case c = {"float32", {6, 90, 66}, 4, 0, 2, 0};
+    struct pipeline *pipeline = build(&c, "false", WIDE);
+    size_t in = (size_t)shape_elements(&pipeline->in);
+    float *x = array(in, sizeof(*x));
+
+    (void)state;
+    models_input(x, in, 5, -0.5f);
+    for (size_t i = 0; i < in; i++)
+        x[i] = i / (90 * 66) % 6 < 4 && i / 66 % 90 < 6 ? 0 : 100 + x[i] * 0.01f;
+    check_rows(pipeline, x, 1, "an outlier", 5e-5);
+    pipeline_free(pipeline);
+    free(x);
 }
 
 /* The same rows give the same bits alone, among others, and again. */
@@ -265,7 +337,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shapes),    cmocka_unit_test(test_large),
-        cmocka_unit_test(test_batches),   cmocka_unit_test(test_two),
+        cmocka_unit_test(test_batches),   cmocka_unit_test(test_odd_tiles),
+        cmocka_unit_test(test_outlier),   cmocka_unit_test(test_two),
         cmocka_unit_test(test_positions), cmocka_unit_test(test_bound),
     };
     int r;
