@@ -224,9 +224,10 @@ static void cuda_unload(struct backend *backend, struct plan *plan)
 
 static int cuda_start(struct backend *backend, unsigned slot, struct batch *batch)
 {
-    int r = CUDA(batch->report, cudaSetDevice(backend->device));
+    int r;
 
-    memory_note_start();
+    memory_note_start(); /* before a call that pinning holds up */
+    r = CUDA(batch->report, cudaSetDevice(backend->device));
     backend->reports[slot] = batch->report;
     if (r == 0)
         r = faulty_start(&backend->faulty, batch->report);

@@ -82,17 +82,17 @@ static int capture(struct slot *slot, const struct slot *of, const struct range 
                    bool gathers, cudaGraphExec_t *ret, struct report *report)
 {
     cudaGraph_t graph = NULL;
-    cudaError_t ended;
-    int r;
+    int r, ended;
 
     /* Other threads may allocate meanwhile: only this one must not. */
     r = CUDA(report, cudaStreamBeginCapture(slot->stream, cudaStreamCaptureModeThreadLocal));
     if (r < 0)
         return r;
     r = record(slot, of, range, gathers, report);
-    ended = cudaStreamEndCapture(slot->stream, &graph);
-    if (r == 0) /* else what went wrong first is the reason */
-        r = CUDA(report, ended);
+    /* What went wrong first is the reason; the call's own error is cleared all the same. */
+    ended = CUDA(r == 0 ? report : NULL, cudaStreamEndCapture(slot->stream, &graph));
+    if (r == 0)
+        r = ended;
     if (r == 0)
         r = CUDA(report, cudaGraphInstantiate(ret, graph, 0));
     if (r == 0)

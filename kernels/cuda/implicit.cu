@@ -27,6 +27,7 @@
 #define SHARED_MAX (96 << 10)
 #define SHARED     (48 << 10) /* more channels at a time only up to here */
 #define TAPS_MAX   1024
+#define EXACT_FROM 48 /* products to a sum */
 
 template <typename T> struct kind;
 template <> struct kind<float> {
@@ -135,7 +136,7 @@ static __device__ __forceinline__ struct spot spot_of(const struct implicit &p)
 /* A thread's place in every plane of the patch: where it comes from in the sample's first plane,
  * and whether it lies in the sample. */
 struct column {
-    int from;
+    int64_t from;
     bool inside;
 };
 
@@ -146,7 +147,8 @@ static __device__ __forceinline__ struct column column_of(const struct implicit 
     const int h = spot.h * p.shape.stride[1] - p.shape.padding[1] + ph;
     const int w = spot.w * p.shape.stride[2] - p.shape.padding[2] + pw;
 
-    return {h * p.shape.in[2] + w, h >= 0 && h < p.shape.in[1] && w >= 0 && w < p.shape.in[2]};
+    return {(int64_t)h * p.shape.in[2] + w,
+            h >= 0 && h < p.shape.in[1] && w >= 0 && w < p.shape.in[2]};
 }
 
 static __device__ __forceinline__ void read_words(const struct implicit &p, const struct spot &spot,
@@ -426,7 +428,9 @@ extern "C" bool implicit_fits(const struct conv_shape *shape)
 {
     int64_t tile[3], tiles = shape->rows;
 
-    if (shape->dtype == DTYPE_FLOAT32 && !shape->normed)
+    /* What three products leave out is below float32's own errors only where many are added up. */
+    if (shape->dtype == DTYPE_FLOAT32 &&
+        (!shape->normed || shape->in_channels * taps_of(shape) < EXACT_FROM))
         return false;
     for (int i = 0; i < 3; i++)
         if (shape->in[i] + 2 * shape->padding[i] > INT32_MAX / 8 || shape->stride[i] > 64 ||

@@ -5,13 +5,13 @@
  * and by kernels. While the driver pins, no other thread gets a call of CUDA's through: 23 ms for
  * 440 MiB, 153 where the page table is not filled yet, and a thread that pins again and again keeps
  * the others out for a second. So the page table is filled before, pages are pinned in pieces, one
- * after the other whoever asks, and while others compute after pauses. To the driver each piece is
- * a range of its own, and no copy may cross from one to the next; they are large enough for that to
- * be rare. Device buffers are allocations of the driver's virtual memory interface, in whole
- * granules, exported as POSIX fds: another process maps the same memory. They are cleared first,
- * because device memory comes uncleared and may hold another process's data. The interface is
- * reached through the runtime, so that this library loads, and can say what is missing, on a
- * machine without a driver.
+ * after the other whoever asks, and while others compute after pauses, of two seconds in all. To
+ * the driver each piece is a range of its own, and no copy may cross from one to the next; they are
+ * large enough for that to be rare. Device buffers are allocations of the driver's virtual memory
+ * interface, in whole granules, exported as POSIX fds: another process maps the same memory. They
+ * are cleared first, because device memory comes uncleared and may hold another process's data. The
+ * interface is reached through the runtime, so that this library loads, and can say what is
+ * missing, on a machine without a driver.
  */
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -26,9 +26,10 @@
 #include "kernels/cuda/memory.h"
 
 #define MEMORY_PIECE ((size_t)32 << 20)
+#define NS_A_S       INT64_C(1000000000)
 #define PAUSE_SHARE  100 /* times as long as the piece took, but not longer than: */
 #define PAUSE_NS_MAX INT64_C(200000000)
-#define NS_A_S       INT64_C(1000000000)
+#define PAUSES_NS    (2 * NS_A_S) /* of one pinning: the thread is one of few */
 
 /* The driver's functions that are used, found once per call: it is no hot path. */
 struct driver {
@@ -98,19 +99,13 @@ static int driver_check(const struct driver *driver, CUresult result, const char
 
 /* ---- pinned pages ---- */
 
-static atomic_uint n_starts;
+static _Atomic int64_t last_start_ns;
 
-/* Under `lock`: when the next piece may be pinned if anybody has computed since the last one. */
+/* One piece at a time, and not before that time while others compute. */
 static struct {
     pthread_mutex_t lock;
     int64_t next_ns;
-    unsigned starts;
 } turn = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-void memory_note_start(void)
-{
-    atomic_fetch_add_explicit(&n_starts, 1, memory_order_relaxed);
-}
 
 static int64_t now_ns(void)
 {
@@ -120,23 +115,49 @@ static int64_t now_ns(void)
     return now.tv_sec * NS_A_S + now.tv_nsec;
 }
 
-static int64_t begin_piece(void)
+static void sleep_until(int64_t ns)
 {
-    struct timespec at;
+    struct timespec at = {ns / NS_A_S, ns % NS_A_S};
 
-    pthread_mutex_lock(&turn.lock);
-    at = (struct timespec){turn.next_ns / NS_A_S, turn.next_ns % NS_A_S};
-    if (atomic_load_explicit(&n_starts, memory_order_relaxed) != turn.starts)
-        clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
-    return now_ns();
+    clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL);
 }
 
-static void end_piece(int64_t began_ns)
+void memory_note_start(void)
+{
+    atomic_store_explicit(&last_start_ns, now_ns(), memory_order_relaxed);
+}
+
+static bool others_compute(int64_t now)
+{
+    return now - atomic_load_explicit(&last_start_ns, memory_order_relaxed) < NS_A_S;
+}
+
+/* Waits without the lock, which others may need for less. */
+static int64_t begin_piece(int64_t *left_ns)
+{
+    for (;;) {
+        int64_t now, wait;
+
+        pthread_mutex_lock(&turn.lock);
+        now = now_ns();
+        wait = turn.next_ns - now < *left_ns ? turn.next_ns - now : *left_ns;
+        if (wait <= 0 || !others_compute(now))
+            return now;
+        pthread_mutex_unlock(&turn.lock);
+        *left_ns -= wait;
+        sleep_until(now + wait);
+    }
+}
+
+/* One of `pieces`, which together shall not take longer than PAUSES_NS. */
+static void end_piece(int64_t began_ns, size_t pieces)
 {
     int64_t now = now_ns(), pause_ns = (now - began_ns) * PAUSE_SHARE;
+    int64_t most = PAUSES_NS / (int64_t)pieces;
 
-    turn.next_ns = now + (pause_ns < PAUSE_NS_MAX ? pause_ns : PAUSE_NS_MAX);
-    turn.starts = atomic_load_explicit(&n_starts, memory_order_relaxed);
+    if (most > PAUSE_NS_MAX)
+        most = PAUSE_NS_MAX;
+    turn.next_ns = now + (pause_ns < most ? pause_ns : most);
     pthread_mutex_unlock(&turn.lock);
 }
 
@@ -150,27 +171,34 @@ static int pin_piece(char *data, size_t size, uint64_t *ret_address, struct repo
         return r;
     r = CUDA(report, cudaHostGetDevicePointer(&address, data, 0));
     if (r < 0)
-        cudaHostUnregister(data);
+        CUDA(NULL, cudaHostUnregister(data));
     else
         *ret_address = (uint64_t)address;
     return r;
 }
 
+/* What is given up is charged until then, so it is not made to wait long: as long as it took. */
 static void unpin(char *data, size_t size)
 {
     for (size_t at = 0; at < size; at += MEMORY_PIECE) {
-        int64_t began_ns = begin_piece();
+        int64_t began_ns, now;
 
-        cudaHostUnregister(data + at);
-        end_piece(began_ns);
+        pthread_mutex_lock(&turn.lock);
+        began_ns = now_ns();
+        CUDA(NULL, cudaHostUnregister(data + at));
+        pthread_mutex_unlock(&turn.lock);
+        now = now_ns();
+        if (others_compute(now))
+            sleep_until(now + (now - began_ns));
     }
 }
 
 int memory_pin(void *data, size_t size, struct memory **ret, struct report *report)
 {
     struct memory *memory = calloc(1, sizeof(*memory));
+    size_t pieces = size / MEMORY_PIECE + 1, at, n;
+    int64_t left_ns = PAUSES_NS;
     char *host = data;
-    size_t at, n;
     int r = 0;
 
     if (!memory)
@@ -182,9 +210,9 @@ int memory_pin(void *data, size_t size, struct memory **ret, struct report *repo
 
         n = size - at < MEMORY_PIECE ? size - at : MEMORY_PIECE;
         madvise(host + at, n, MADV_POPULATE_WRITE); /* or pinning does it, in its lock */
-        began_ns = begin_piece();
+        began_ns = begin_piece(&left_ns);
         r = pin_piece(host + at, n, &address, report);
-        end_piece(began_ns);
+        end_piece(began_ns, pieces);
         if (r < 0)
             goto fail;
         if (at == 0)

@@ -301,7 +301,7 @@ static void test_graphs(void **state)
 /* Every slot's own graphs, at once: sizes differ, results do not. */
 static void test_graphs_at_once(void **state)
 {
-    enum { SLOTS = 3, ROUNDS = 300, MOST = 64 };
+    enum { SLOTS = 4, ROUNDS = 300, MOST = 64 };
     static const struct setting setting = {"float32", "fp32"};
     struct bench bench = bench_new(&setting, GROUPS, MOST, (size_t)(SLOTS + 1) * MOST * C * 4);
     const struct device *device = device_get();
