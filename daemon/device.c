@@ -194,10 +194,12 @@ static void log_news(int index, const struct backend_health *before,
     else if (n > 1)
         log_warning("device.xid", "device %d: the driver reports %llu faults, the last is Xid %u",
                     index, (unsigned long long)n, now->last_xid);
-    /* What was counted before the start is no news. */
-    if (before->watched && now->ecc_uncorrected > before->ecc_uncorrected)
-        log_warning("device.memory", "device %d: %lld errors of its memory were not corrected",
-                    index, (long long)now->ecc_uncorrected);
+    /* What was counted before the start, or while nobody could ask, is no news. */
+    if (before->watched && before->ecc_uncorrected >= 0 &&
+        now->ecc_uncorrected > before->ecc_uncorrected)
+        log_warning("device.memory",
+                    "device %d: errors of its memory that were not corrected: %lld more", index,
+                    (long long)(now->ecc_uncorrected - before->ecc_uncorrected));
 }
 
 int device_look(struct device *device, struct report *report)

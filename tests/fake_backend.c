@@ -30,6 +30,7 @@
  *   xid_ms=N:X         N ms after it was opened its driver reports the fault X
  *   xid_lost=1         which is the device's end
  *   ecc=N:U            errors of its memory that were corrected, and that were not, from then on
+ *   ecc_before=U       those that were not, before (0); -1: not counted
  */
 #include <errno.h>
 #include <stdatomic.h>
@@ -50,7 +51,7 @@ struct script {
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
         device_memory, oom_memory_over, info_ms, lost_load, lost_pin, fail_pin, fail_pin_r,
         lost_memory, only, forget, cost_step, cost_step_us, memory_mib, xid_ms, xid, xid_lost,
-        ecc_corrected, ecc_uncorrected;
+        ecc_corrected, ecc_uncorrected, ecc_before;
 };
 
 struct slot {
@@ -125,6 +126,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"xid_ms", &script->xid_ms, &script->xid},
         {"xid_lost", &script->xid_lost, NULL},
         {"ecc", &script->ecc_corrected, &script->ecc_uncorrected},
+        {"ecc_before", &script->ecc_before, NULL},
     };
 
     script->slots = 1;
@@ -213,7 +215,8 @@ static void fake_health(struct backend *backend, struct backend_health *ret)
     const struct script *script = &backend->script;
     bool is_time = now_ms() - backend->opened_ms >= (double)script->xid_ms;
 
-    *ret = (struct backend_health){.watched = true, .lost_by = "those of the script"};
+    *ret = (struct backend_health){
+        .watched = true, .ecc_uncorrected = script->ecc_before, .lost_by = "those of the script"};
     if (!is_time)
         return;
     ret->ecc_corrected = script->ecc_corrected;

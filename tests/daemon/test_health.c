@@ -67,15 +67,15 @@ static void shows_what_the_driver_reports(void **state)
 
     (void)state;
     golden_read(MODEL_A, "x", x, sizeof(x));
-    daemon_start(&d, "xid_ms=500:31;ecc=300:2", NULL);
+    daemon_start(&d, "xid_ms=500:31;ecc=300:7;ecc_before=5", NULL);
     client_start(&c, &d);
     wait_for_xid();
     assert_int_equal(status_uint("devices.0.health.last_xid"), 31);
     assert_int_equal(status_uint("devices.0.health.ecc_corrected"), 300);
-    assert_int_equal(status_uint("devices.0.health.ecc_uncorrected"), 2);
+    assert_int_equal(status_uint("devices.0.health.ecc_uncorrected"), 7);
     assert_true(status_value("devices.0.health.lost_by_xid", &item) && item.type == SCAN_STR);
     assert_true(log_has(&d, "device 0: the driver reports Xid 31"));
-    assert_true(log_has(&d, "device 0: 2 errors of its memory were not corrected"));
+    assert_true(log_has(&d, "device 0: errors of its memory that were not corrected: 2 more"));
     assert_false(log_has(&d, "device.lost"));
     sleep_ms(600); /* two more looks */
     assert_int_equal(log_count(&d, "device 0:"), 2);
@@ -83,6 +83,22 @@ static void shows_what_the_driver_reports(void **state)
     assert_is_a(&reply);
     client_close(&c);
     assert_healthy(&d);
+    daemon_stop(&d);
+}
+
+/* Nobody knows what there was before. */
+static void counts_from_the_first_count(void **state)
+{
+    struct daemon d;
+
+    (void)state;
+    daemon_start(&d, "xid_ms=500:31;ecc=0:3;ecc_before=-1", NULL);
+    client_start(&c, &d);
+    wait_for_xid();
+    assert_int_equal(status_uint("devices.0.health.ecc_uncorrected"), 3);
+    assert_int_equal(log_count(&d, "device 0:"), 1);
+    assert_false(log_has(&d, "device.memory"));
+    client_close(&c);
     daemon_stop(&d);
 }
 
@@ -131,6 +147,8 @@ static void ends_at_what_is_the_end(void **state)
     daemon_remove(&d);
 
     assert_idle_end("xid_ms=300:79;xid_lost=1", "", "device 0: the driver reports Xid 79");
+    /* Before anybody has looked. */
+    assert_idle_end("xid_ms=1:79;xid_lost=1;info_ms=50", "", "device 0: the driver reports Xid 79");
 }
 
 /* The second of two: the daemon's end, too, for requests are on both. */
@@ -189,8 +207,11 @@ static void shows_the_limits_in_force(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shows_what_the_driver_reports), cmocka_unit_test(ends_at_what_is_the_end),
-        cmocka_unit_test(ends_with_any_device),          cmocka_unit_test(says_that_nobody_watches),
+        cmocka_unit_test(shows_what_the_driver_reports),
+        cmocka_unit_test(counts_from_the_first_count),
+        cmocka_unit_test(ends_at_what_is_the_end),
+        cmocka_unit_test(ends_with_any_device),
+        cmocka_unit_test(says_that_nobody_watches),
         cmocka_unit_test(shows_the_limits_in_force),
     };
 
