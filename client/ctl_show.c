@@ -2,7 +2,8 @@
  * ctl_show.c - fusectl status, models, describe, stats
  *
  * Each prints one of the server's documents for people. A key that this version does not know is
- * not shown, one that the server does not send prints as "-": --json has everything.
+ * not shown, one that the server does not send prints as "-", and a whole map that an older server
+ * does not have is left out: --json has everything.
  */
 #include <errno.h>
 #include <inttypes.h>
@@ -85,7 +86,8 @@ static void print_device(json_t *device)
             printf(", %lld %s", (long long)json_integer_value(value), readings[i].unit);
     }
     printf(", driver %s\n", ctl_str(device, "driver"));
-    print_health(json_object_get(device, "health"));
+    if (json_object_get(device, "health"))
+        print_health(json_object_get(device, "health"));
 }
 
 static void print_count(const json_t *object, const char *key, const char *noun)
@@ -191,7 +193,8 @@ static void print_status(json_t *status)
            ctl_bool(you, "admin") ? " (administrator)" : "");
     print_use(you);
     putchar('\n');
-    print_limits(json_object_get(status, "limits"));
+    if (json_object_get(status, "limits"))
+        print_limits(json_object_get(status, "limits"));
     print_uids(json_object_get(status, "uids"));
 }
 
