@@ -1,8 +1,8 @@
 /*
  * calls.c - rows, their states, and what is counted of them
  *
- * The counts decide what may be sent and who waits: each state is entered by one function here,
- * which counts it. Nothing here speaks to a server.
+ * The counts decide what may be sent and who waits: states are set here alone, by functions
+ * that count them. Nothing here speaks to a server.
  */
 #include "calls.h"
 
@@ -133,6 +133,19 @@ void calls_resent(struct calls *calls, uint32_t index)
 {
     calls->rows[index].state = CALL_SENT;
     calls->n_held--;
+}
+
+void calls_forget(struct calls *calls, uint32_t index)
+{
+    if (calls->rows[index].state == CALL_HELD)
+        calls_drop(calls, index);
+    else
+        calls->rows[index].state = CALL_DROPPED;
+}
+
+void calls_join(struct calls *calls, uint32_t index)
+{
+    calls->rows[index].state = CALL_JOIN;
 }
 
 void calls_orphan(struct calls *calls, uint32_t index, uint32_t handle)

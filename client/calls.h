@@ -76,6 +76,11 @@ void calls_sent(struct calls *calls, uint32_t index, enum call_state state);
 /* Keeps a request until it can be sent; it then is CALL_SENT again by calls_resent(). */
 void calls_hold(struct calls *calls, uint32_t index);
 void calls_resent(struct calls *calls, uint32_t index);
+/* Nobody waits for it any more: what was sent is CALL_DROPPED, what was held is gone. */
+void calls_forget(struct calls *calls, uint32_t index);
+/* A request of rejoin.c is on its way. The server is new and owes nothing else, so it takes no room
+ * from the others. */
+void calls_join(struct calls *calls, uint32_t index);
 /* The row gives a buffer back that is nobody's. Its request then has the id that calls_new_id()
  * returns, and calls_returned() says that it is on its way. */
 void calls_orphan(struct calls *calls, uint32_t index, uint32_t handle);

@@ -570,12 +570,8 @@ static void give_up(struct fused *f, uint64_t id)
 {
     uint32_t index = calls_find(&f->calls, id);
 
-    if (index == CALLS_NONE)
-        return;
-    if (f->calls.rows[index].state == CALL_HELD)
-        calls_drop(&f->calls, index);
-    else
-        f->calls.rows[index].state = CALL_DROPPED;
+    if (index != CALLS_NONE)
+        calls_forget(&f->calls, index);
 }
 
 int link_transact(struct fused *f, struct proto_request *request, int fd, int64_t deadline)

@@ -135,7 +135,7 @@ static int join_send(struct fused *f, struct proto_request *request, int fd)
     if (r < 0)
         calls_drop(&f->calls, index);
     else
-        f->calls.rows[index].state = CALL_JOIN;
+        calls_join(&f->calls, index);
     return r;
 }
 
