@@ -278,7 +278,8 @@ int fused_wait(struct fused *f, uint64_t id, int timeout_ms, struct fused_result
 /*
  * Asks the server to cancel. The request still gets its one final answer: FUSED_CANCELLED, or its
  * result if it was too late. Only after that answer may its buffers be reused. FUSED_NOT_FOUND when
- * it is no longer there.
+ * it has ended; its answer may still be on its way then, so that fused_next(f, 0, ...) may say
+ * -EAGAIN once more.
  */
 int fused_cancel(struct fused *f, uint64_t id);
 

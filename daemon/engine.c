@@ -11,9 +11,10 @@
  * without a pause, because a wake-up costs more than small batches take, later with short naps, so
  * that a long batch does not burn a core. Idle, it looks for `spin_us`, then sleeps on the
  * condition. With fewer cores than the threads that a request passes through (client, loop, each
- * engine, and one to spare) it would look while those it waits for cannot run: then it yields, and
- * sleeps at once. Batches that end together wake the loop once. After -ENOTRECOVERABLE the thread
- * ends without another call to the backend: the loop answers everybody and ends the process.
+ * engine, and the one that sends the answers of larger batches) it would look while those it waits
+ * for cannot run: then it yields, and sleeps at once. Batches that end together wake the loop once.
+ * After -ENOTRECOVERABLE the thread ends without another call to the backend: the loop answers
+ * everybody and ends the process.
  */
 #include "engine.h"
 

@@ -35,7 +35,8 @@ struct engine_batch {
 struct engine;
 
 /* Has this process fewer cores than threads that a request passes through: client, loop, engines,
- * and one to spare? Then nobody looks for work without sleeping: those it waits for could not run.
+ * and the one that sends (post.h)? Then nobody looks for work without sleeping: those it waits for
+ * could not run.
  */
 bool engine_has_few_cores(unsigned n_engines);
 

@@ -67,7 +67,7 @@ INSTALLED := $(addprefix bin/,fused fusectl) $(addprefix lib/,libfused.so libfus
     $(foreach m,$(notdir $(MAN)),share/man/man$(subst .,,$(suffix $(m)))/$(m)) \
     $(addprefix share/doc/fused/,$(DOCS) example.c $(patsubst config/%,%,$(wildcard config/models.d/*.conf)))
 
-uninstall: ## remove what install put under DESTDIR and PREFIX; what was changed or added since stays
+uninstall: ## remove what install put there; models, weights and a changed fused.conf stay
 	$(SAY) REMOVE $(DESTDIR)$(PREFIX)
 	$(Q)rm -f $(addprefix $(DESTDIR)$(PREFIX)/,$(INSTALLED))
 	$(Q)c=$(DESTDIR)$(SYSCONFDIR)/fused/fused.conf; ! sed $(CONF_FOR) config/fused.conf | cmp -s - $$c || rm -f $$c
