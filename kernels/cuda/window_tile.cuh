@@ -83,7 +83,7 @@ static __device__ __forceinline__ struct tile tile_of(const struct window_run &r
 struct job {
     struct tile tile; /* row < 0: no more */
     int set;          /* of 16 outputs */
-    int slot, round;  /* for the results, the how manieth time; < 0: moments alone are wanted */
+    int slot, round;  /* of the results, and of the slots; slot < 0: moments alone are wanted */
     bool again;       /* moments are known */
     bool hot;         /* sums may be beyond float32 when their scale is undone */
 };
