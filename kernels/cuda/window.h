@@ -35,10 +35,9 @@ extern "C" {
 #define WINDOW_SLOTS(channels) (8 * WINDOW_STEPS(channels))
 #define WINDOW_SLOTS_MAX       WINDOW_SLOTS(WINDOW_CHANNELS)
 #define WINDOW_HALVES(dtype)   ((dtype) == DTYPE_FLOAT32 ? 2 : 1)
-#define WINDOW_WEIGHTS(c, halves)                                   \
-    (WINDOW * WINDOW_STEPS(c) * (halves)*WARP_LANES) /* of 16 bytes \
-                                                      */
-#define WARP_LANES 32
+#define WARP_LANES             32
+/* Of 16 bytes. */
+#define WINDOW_WEIGHTS(c, halves) (WINDOW * WINDOW_STEPS(c) * (halves)*WARP_LANES)
 
 /* Of n outputs: their mean, and the squares of their distances from it. */
 struct window_moments {
@@ -64,8 +63,7 @@ struct window_run {
     bool padded;             /* anywhere */
     int tiles[3], tiles_all; /* of a row */
     const uint4 *weights;    /* [tiles of 16 outputs][WINDOW_WEIGHTS] */
-    const int
-        *exponents; /* [outputs, padded to 16]: of the scaled weights; behind them the lowest */
+    const int *exponents;    /* [outputs, padded to 16], of scaled weights; then the lowest */
     const float *bias, *gamma, *beta;
     uint16_t offsets[WINDOW_SLOTS_MAX]; /* pairs from a window's first, by slot */
     /* Channels whose moments a tile makes one: a group's, or 16 of it. Powers of two. */
