@@ -290,3 +290,26 @@ static inline const struct backend_ops *device_sync(void)
 
     return &ops;
 }
+
+static inline void *array(size_t n, size_t size)
+{
+    void *p = calloc(n ? n : 1, size);
+
+    assert_non_null(p);
+    return p;
+}
+
+/* Runs them on the device, those that TESTS names if it is set; says how many failed. */
+static inline int device_run_tests(struct fixture *fixture, const struct CMUnitTest *tests,
+                                   size_t n)
+{
+    int r;
+
+    device_get();
+    fixture_make(fixture);
+    if (getenv("TESTS"))
+        cmocka_set_test_filter(getenv("TESTS"));
+    r = _cmocka_run_group_tests("tests", tests, n, NULL, NULL);
+    fixture_remove(fixture);
+    return r;
+}

@@ -78,14 +78,6 @@ static void pair_free(struct pair *pair)
     }
 }
 
-static void *array(size_t n, size_t size)
-{
-    void *p = calloc(n ? n : 1, size);
-
-    assert_non_null(p);
-    return p;
-}
-
 /* Both plans over the same rows, in jobs of the given sizes; rows of y as float32 from the first.
  * `shift` moves them off whole 16 bytes. */
 static void compare(const struct pair *pair, const float *x, float *y, const uint32_t *sizes,
@@ -486,13 +478,6 @@ int main(void)
         cmocka_unit_test(test_words),        cmocka_unit_test(small_places),
         cmocka_unit_test(small_bound),       cmocka_unit_test(small_fill),
     };
-    int r;
 
-    device_get();
-    fixture_make(&fixture);
-    if (getenv("TESTS"))
-        cmocka_set_test_filter(getenv("TESTS"));
-    r = cmocka_run_group_tests(tests, NULL, NULL);
-    fixture_remove(&fixture);
-    return r;
+    return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
 }

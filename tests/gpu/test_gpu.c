@@ -19,14 +19,6 @@ extern char **environ;
 
 static struct fixture fixture;
 
-static void *array(size_t n, size_t size)
-{
-    void *p = calloc(n ? n : 1, size);
-
-    assert_non_null(p);
-    return p;
-}
-
 /* Allocations while serving: calls of malloc and its kin from the backend's own object. */
 
 static atomic_int allocations;
@@ -1016,15 +1008,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_parts),       cmocka_unit_test(test_never_waits),
         cmocka_unit_test(test_pieces),
     };
-    int r;
 
     if (argc > 1)
         return child(argv[1]);
-    device_get();
-    fixture_make(&fixture);
-    if (getenv("TESTS"))
-        cmocka_set_test_filter(getenv("TESTS"));
-    r = cmocka_run_group_tests(tests, NULL, NULL);
-    fixture_remove(&fixture);
-    return r;
+    return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
 }

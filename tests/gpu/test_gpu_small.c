@@ -229,13 +229,6 @@ int main(void)
         cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
         cmocka_unit_test(small_constant), cmocka_unit_test(small_conv_implicit),
     };
-    int r;
 
-    device_get();
-    fixture_make(&fixture);
-    if (getenv("TESTS"))
-        cmocka_set_test_filter(getenv("TESTS"));
-    r = cmocka_run_group_tests(tests, NULL, NULL);
-    fixture_remove(&fixture);
-    return r;
+    return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
 }

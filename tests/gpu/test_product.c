@@ -22,14 +22,6 @@ static float fill(const char *name, int64_t i)
     return models_fill(name, i);
 }
 
-static void *array(size_t n, size_t size)
-{
-    void *p = calloc(n, size);
-
-    assert_non_null(p);
-    return p;
-}
-
 struct setting {
     const char *dtype, *precision;
 };
@@ -512,13 +504,5 @@ int main(void)
         cmocka_unit_test(test_graphs_at_once),
     };
 
-    int r;
-
-    device_get();
-    fixture_make(&fixture);
-    if (getenv("TESTS"))
-        cmocka_set_test_filter(getenv("TESTS"));
-    r = cmocka_run_group_tests(tests, NULL, NULL);
-    fixture_remove(&fixture);
-    return r;
+    return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
 }
