@@ -177,10 +177,10 @@ static __device__ __forceinline__ void send_runs(const struct window_run &run,
 }
 
 /* Two fours of a channel and depth, which are most often all that there are, and what they need. */
-struct fours {
+template <typename TO> struct fours {
     float4 v[2];
     float mean, scale, shift;
-    float4 *to;
+    TO *to;
 
     __device__ __forceinline__ void load(const struct window_run &run, const struct slot &slot,
                                          const float *values, int i, int n)
@@ -192,7 +192,7 @@ struct fours {
         mean = slot.mean[c];
         scale = slot.scale[c];
         shift = slot.shift[c];
-        to = (float4 *)((float *)slot.end.to + runs.element(c, 0)) + lane;
+        to = (TO *)slot.end.to + runs.element(c, 0) + lane * WIDTH;
 #pragma unroll
         for (int k = 0; k < 2; k++)
             if (lane + k * WARP < n)
@@ -210,15 +210,16 @@ struct fours {
                 four[j] = __fmaf_rn(four[j] - mean, scale, shift);
             limit(low, high, four);
             if ((int)threadIdx.x % WARP + k * WARP < n)
-                __stcs(&to[k * WARP], make_float4(four[0], four[1], four[2], four[3]));
+                store_row<TO>(to, true, k * WARP * WIDTH, 0, WIDTH, four);
         }
     }
 };
 
 /*
- * The same where runs are float32 in fours at multiples of 16 bytes, of all 16 channels, and limits
- * alone are left to do.
+ * The same where runs are in fours that each go in one store, of all 16 channels, and limits alone
+ * are left to do.
  */
+template <typename TO>
 static __device__ __forceinline__ void
 send_fours(const struct window_run &run, const struct slot &slot, const float *values, int warp)
 {
@@ -229,7 +230,7 @@ send_fours(const struct window_run &run, const struct slot &slot, const float *v
 
 #pragma unroll 1
     for (int i = warp; i < all; i += 2 * DRAINS) {
-        struct fours a, b;
+        struct fours<TO> a, b;
 
         a.load(run, slot, values, i, n);
         b.load(run, slot, values, i + DRAINS, n);

@@ -178,6 +178,16 @@ static inline void region_free(const struct device *device, struct region *regio
     }
 }
 
+/* Into a region or out of one. What the device reads from pinned pages in one copy may not cross
+ * from one piece that was pinned to the next, so this process copies those itself. */
+static inline void region_copy(const struct region *region, void *to, const void *from, size_t size)
+{
+    if (region->on_device)
+        device_copy(to, from, size);
+    else
+        memcpy(to, from, size);
+}
+
 /* Runs jobs over plain memory with their data in one kind of memory: 0 plain, 1 pinned, 2 on the
  * device. Results come back to the jobs' own y. `shift` moves them off whole 16 bytes. */
 static inline void device_run_in(const struct device *device, struct plan *plan, struct job *jobs,
@@ -203,12 +213,12 @@ static inline void device_run_in(const struct device *device, struct plan *plan,
         at += (x_size[i] + 15) / 16 * 16 + shift;
         moved[i].y = region.at + at + shift;
         at += (jobs[i].y_size + 15) / 16 * 16 + shift;
-        device_copy((void *)moved[i].x, jobs[i].x, x_size[i]);
+        region_copy(&region, (void *)moved[i].x, jobs[i].x, x_size[i]);
     }
     device_run(device, plan, moved, n);
     for (unsigned i = 0; i < n; i++) {
         if (moved[i].result == 0)
-            device_copy(jobs[i].y, moved[i].y, jobs[i].y_size);
+            region_copy(&region, jobs[i].y, moved[i].y, jobs[i].y_size);
         jobs[i].result = moved[i].result;
         jobs[i].n_full = moved[i].n_full;
     }

@@ -296,6 +296,7 @@ static void *expected[2]; /* of each version of the weights; [1] only while they
 static atomic_uint epoch; /* odd: a reload runs; else epoch / 2 % 2 is the version */
 static atomic_bool over;
 static atomic_int n_running;
+static pthread_barrier_t seated; /* nobody runs before all have their buffers */
 static _Atomic double last_ok_ms;
 
 /* Which of the results it is; -1: none. */
@@ -338,6 +339,7 @@ static void *client_run(void *argument)
     struct seat seat;
 
     seat_take(&seat, client->load);
+    pthread_barrier_wait(&seated);
     while (!over) {
         unsigned before = epoch;
         int code = seat_run(&seat);
@@ -368,6 +370,8 @@ static void clients_start(struct client *clients, int n, const struct load *load
 {
     last_ok_ms = now_ms();
     n_running = n;
+    if (pthread_barrier_init(&seated, NULL, (unsigned)n) != 0)
+        die("barrier", "none");
     for (int i = 0; i < n; i++) {
         clients[i] = (struct client){.load = load};
         if (pthread_create(&clients[i].thread, NULL, client_run, &clients[i]) != 0)

@@ -337,9 +337,9 @@ static void check_parts(const struct pipeline *pipeline, uint32_t rows, bool tra
     models_input(x, in / 4, 5, -0.5f);
     device_run_in(device, plan, &whole, 1, &in, kind, 0);
     assert_int_equal(whole.result, 0);
-    device_copy(region.at, x, in);
+    region_copy(&region, region.at, x, in);
     memset(y, 0xff, out);
-    device_copy(region.at + in, y, out);
+    region_copy(&region, region.at + in, y, out);
     for (int i = 0; i < 3; i++) {
         parts[i] = whole;
         parts[i].x = region.at;
@@ -355,7 +355,7 @@ static void check_parts(const struct pipeline *pipeline, uint32_t rows, bool tra
         assert_int_equal(device_wait(device, (unsigned)i, 10), 1);
         assert_int_equal(parts[i].result, 0);
     }
-    device_copy(y, region.at + in, out);
+    region_copy(&region, y, region.at + in, out);
     same("in parts", want, y, out / 4);
     region_free(device, &region);
     device->ops->unload(device->backend, plan);

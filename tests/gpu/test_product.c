@@ -71,7 +71,7 @@ static void bench_fill(struct bench *bench, const float *x, size_t rows)
     char *words = array(rows * K, bench->size);
 
     tensor_from_float(bench->pipeline->dtype, x, words, rows * K);
-    device_copy(bench->x.at, words, rows * K * bench->size);
+    region_copy(&bench->x, bench->x.at, words, rows * K * bench->size);
     free(words);
 }
 
@@ -89,7 +89,7 @@ static void bench_run(struct bench *bench, uint32_t first, uint32_t rows, bool w
 
     device_run(device_get(), bench->plan, &job, 1);
     assert_int_equal(job.result, 0);
-    device_copy(y, bench->y.at, size);
+    region_copy(&bench->y, y, bench->y.at, size);
 }
 
 /* Every batch size up to 520 and some to ROWS, of rows in order and shuffled. */
@@ -321,7 +321,7 @@ static void test_graphs_at_once(void **state)
                     continue;
                 running[s] = false;
                 ended++;
-                device_copy(y, at, (size_t)rows * C * sizeof(*y));
+                region_copy(&bench.y, y, at, (size_t)rows * C * sizeof(*y));
                 for (uint32_t i = 0; i < rows * C; i += 97)
                     if (y[i] != m[i % rows] + fill("t", i / rows))
                         fail_msg("batch %u of %u rows: element %u is %.9g, not %.9g", ended, rows,
