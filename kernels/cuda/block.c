@@ -287,6 +287,14 @@ int block_upload_rows(struct slot *slot, struct report *report)
     return r;
 }
 
+bool block_travels(const struct slot *slot)
+{
+    int n = slot->block.n_results + slot->block.n_compact;
+
+    return slot->plan->fill && slot->tables.n_pieces == 0 && n <= CONSTANT_SEGMENTS &&
+           slot->plan->n_masks * n <= CONSTANT_COUNTERS;
+}
+
 int block_gather(struct slot *slot, struct report *report)
 {
     if (slot->tables.n_pieces == 0)

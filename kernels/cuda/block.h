@@ -83,6 +83,8 @@ bool block_next(struct slot *slot);
 int block_upload_rows(struct slot *slot, struct report *report);
 int block_upload_tables(struct slot *slot, struct report *report);
 int block_gather(struct slot *slot, struct report *report);
+/* Whether the tables go with the guard's launch, and need no upload before it. */
+bool block_travels(const struct slot *slot);
 /* Some of what kernels write must be brought to its place by the copy engine. */
 bool block_downloads(const struct slot *slot);
 /* Enqueues on the slot's stream how the tables, and with `gathers` the rows, of any block in that

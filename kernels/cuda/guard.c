@@ -2,9 +2,9 @@
  * guard.c - which rows a proof covers, and the way of those that it does not
  *
  * The device finds the largest |x| of each row and fills in the constant, or NaN, where the proof
- * says so (constant.cu). The host then reads the same maxima: rows that the guard stopped are moved
- * together and run through every step, as segments of their own. A compact result gets a byte per
- * row here, and behind them the rows that came in full, in order.
+ * says so (constant.cu). The host reads the same maxima, as soon as they are known: rows that the
+ * guard stopped are moved together and run through every step, as segments of their own. A compact
+ * result gets a byte per row here, and behind them the rows that came in full, in order.
  */
 #include <errno.h>
 #include <string.h>
@@ -12,9 +12,18 @@
 #include "kernels/cuda/guard.h"
 #include "kernels/cuda/memory.h"
 
-int guard_begin(struct slot *slot, struct report *report)
+int guard_begin(struct slot *slot, uint32_t value, struct report *report)
 {
-    return plan_guard(slot->plan, block_arena(slot), slot->stream, &slot->block, report);
+    const struct plan *plan = slot->plan;
+    struct guard guard = {.flag = slot->flag, .value = value};
+
+    if (block_travels(slot)) {
+        guard.segments = slot->tables.segments;
+        guard.tiles = slot->tables.tiles[plan->fill->table];
+        guard.counters = slot->tables.counters;
+        guard.n_counters = plan->n_masks * slot->block.counter_pitch;
+    }
+    return plan_guard(plan, block_arena(slot), slot->stream, &slot->block, &guard, report);
 }
 
 enum state { STATE_CONSTANT, STATE_NAN, STATE_FULL };

@@ -5,7 +5,8 @@
 
 #include "kernels/cuda/block.h"
 
-/* Enqueues the guard and the fill. */
-int guard_begin(struct slot *slot, struct report *report);
-/* When that has ended. 1: more was enqueued; 0: the block has ended; or negative. */
+/* Enqueues the guard and the fill. The slot's flag gets the value when the guard has ended. */
+int guard_begin(struct slot *slot, uint32_t value, struct report *report);
+/* When it has, while the fill may run. 1: more was enqueued; 0: nothing follows the fill; or
+ * negative. */
 int guard_end(struct slot *slot, struct report *report);

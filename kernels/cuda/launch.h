@@ -109,11 +109,22 @@ int outer_cuda(cudaStream_t stream, const struct tail *tail, int32_t tiles, stru
 
 /* constant.cu: the guard's look at the input, and behind it the fill of the rows that it lets pass.
  * The tail's constant and dropouts say with what. */
+#define CONSTANT_TILE     32768 /* bytes of a tile, at most */
+#define CONSTANT_SEGMENTS 4     /* that a launch can carry, and their counters */
+#define CONSTANT_COUNTERS 8
 struct guard {
     const void *x; /* [rows, elements], in the tail's dtype */
     int64_t rows, elements;
     uint32_t *work; /* constant_work() bytes, which are zeros before a run and after it */
-    uint32_t *tops; /* in pinned host memory, [rows]: the largest |x|, as a float's bits */
+    /* In pinned host memory: [rows] the largest |x|, as a float's bits; and what gets the value
+     * when they are there, long before the end. */
+    uint32_t *tops, *flag, value;
+    /* The tail's tables in host memory, where they are so small that the launch carries them; NULL:
+     * they are at the tail's addresses. */
+    const struct segment *segments;
+    const int32_t *tiles;
+    const uint64_t *counters;
+    int64_t n_counters;
 };
 uint64_t constant_work(int64_t rows);
 int constant_cuda(cudaStream_t stream, const struct guard *guard, const struct tail *tail,

@@ -140,7 +140,8 @@ struct plan *plan_free(struct plan *plan);
 /* Every stage, from block->x to the segments' y. */
 int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
              const struct block *block, struct report *report);
-/* What the proof knows: the guard over all rows, the fill of those that it lets pass, and every
- * row's maximum in arena->tops_host. */
+/* What the proof knows: the guard over all rows, and the fill of those that it lets pass. Of the
+ * guard its flag, value and tables are given; rows' maxima are in arena->tops_host when the flag is
+ * up. */
 int plan_guard(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
-               const struct block *block, struct report *report);
+               const struct block *block, struct guard *guard, struct report *report);

@@ -218,16 +218,14 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
 }
 
 int plan_guard(const struct plan *plan, const struct arena *arena, cudaStream_t stream,
-               const struct block *block, struct report *report)
+               const struct block *block, struct guard *guard, struct report *report)
 {
     struct tail tail = tail_of(arena, block, plan->fill);
-    struct guard guard = {
-        .x = block->x,
-        .rows = block->rows,
-        .elements = plan->in_elements,
-        .work = arena->guard,
-        .tops = arena->tops_host,
-    };
 
-    return constant_cuda(stream, &guard, &tail, block->n_tiles[plan->fill->table], report);
+    guard->x = block->x;
+    guard->rows = block->rows;
+    guard->elements = plan->in_elements;
+    guard->work = arena->guard;
+    guard->tops = arena->tops_host;
+    return constant_cuda(stream, guard, &tail, block->n_tiles[plan->fill->table], report);
 }

@@ -6,9 +6,11 @@
  * the next:
  *
  *   COMPUTE   upload, every step, download                       plans without a proof
- *   GUARD     upload, maxima of the rows, fill                   plans with one; then
- *   FULL      the full path for rows that the guard stopped, download
+ *   GUARD     upload, maxima of the rows                         plans with one; then, at once
+ *   FULL      fill, the full path for rows that the guard stopped, download
  *   (nothing left: the block has ended; the next block, or the batch's end)
+ *
+ * The fill is enqueued with the guard, which raises the flag by itself; a second flag follows it.
  *
  * A COMPUTE phase that is like others (graph.c) is one launch, flag and all.
  *
@@ -97,14 +99,14 @@ static int begin_block(struct slot *slot, struct report *report)
         r = launch_phase(slot, report);
         return r < 0 ? r : 1;
     }
-    if (r == 0)
+    if (r == 0 && !block_travels(slot))
         r = block_upload_tables(slot, report);
     if (r == 0)
         r = block_gather(slot, report);
     if (r < 0)
         return r;
     if (slot->plan->fill) {
-        r = guard_begin(slot, report);
+        r = guard_begin(slot, ++slot->sequence, report);
         if (r == 0)
             r = end_phase(slot, PHASE_GUARD, report);
         return r < 0 ? r : 1;
@@ -175,7 +177,9 @@ static int64_t now_ns(void)
 
 static bool flag_is_up(const struct slot *slot)
 {
-    return __atomic_load_n(slot->flag, __ATOMIC_ACQUIRE) == slot->sequence;
+    uint32_t left = slot->sequence - __atomic_load_n(slot->flag, __ATOMIC_ACQUIRE);
+
+    return left == 0 || (slot->phase == PHASE_GUARD && left == 1);
 }
 
 /* A kernel that faulted never raises its flag: asking the stream, now and then, finds out. */
@@ -212,7 +216,8 @@ int slot_poll(struct slot *slot, struct report *report)
     if (slot->phase == PHASE_GUARD) {
         more = guard_end(slot, report);
         r = more > 0 ? end_phase(slot, PHASE_FULL, report) : more;
-        if (r == 0 && more > 0)
+        slot->phase = PHASE_FULL;
+        if (r == 0 && !flag_is_up(slot))
             return 0;
     }
     if (r == 0) {

@@ -387,9 +387,11 @@ extern "C" bool tail_by_row(const struct tail *tail)
 extern "C" int32_t tail_tile(const struct tail *tail, int64_t rows)
 {
     int64_t elements = rows * tail->elements;
+    int32_t most =
+        tail->source == TAIL_CONSTANT ? CONSTANT_TILE / (int32_t)dtype_size(tail->dtype) : TILE_MAX;
     int32_t tile = TILE_MIN;
 
-    while (tile < TILE_MAX && elements / (2 * tile) >= TILES_WANTED)
+    while (tile < most && elements / (2 * tile) >= TILES_WANTED)
         tile *= 2;
     return tile;
 }
