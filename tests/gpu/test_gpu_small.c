@@ -68,10 +68,14 @@ static void run(const char *text, const uint32_t *rows, int n, bool train, bool 
     struct report report;
     struct chain chain;
     uint64_t state = 5;
+    uint32_t most = 0;
 
     if (fixture_build(&fixture, text, weight, &pipeline, &report) < 0)
         fail_msg("%s", report.text);
-    chain_open(pipeline, 1, 1024, &chain);
+    /* No more than is needed: a plan measures batches of every size when it is loaded. */
+    for (int i = 0; i < n; i++)
+        most = rows[i] > most ? rows[i] : most;
+    chain_open(pipeline, 1, 2 * most, &chain);
     for (int i = 0; i < n; i++) {
         struct job jobs[2];
         unsigned n_jobs = 1 + i % 2;
