@@ -8,7 +8,8 @@ name=fused-bundle limit=$((60 << 20))
 to=$B/$name
 rm -rf "$to"
 mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench"
-programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/demo tests/bench/bench_gpu tests/bench/bench_product)
+programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/demo tests/bench/bench_gpu tests/bench/bench_product
+    tests/bench/serve_ping tests/bench/serve_maker)
 for p in test_gpu test_gpu_golden test_gpu_random test_gpu_small test_conv test_constant test_product eval_gpu way_gpu drive filter; do
     programs+=("tests/gpu/$p")
 done
@@ -20,7 +21,7 @@ done
 cp tests/gpu/run.sh tests/gpu/serve.sh tests/gpu/torch_check.py "$to/tests/gpu/"
 # Without systemd here, serve.sh leaves the filter of system calls out.
 tests/gpu/syscalls.sh >"$to/tests/gpu/syscalls" || rm -f "$to/tests/gpu/syscalls"
-cp tests/bench/torch_gpu.py "$to/tests/bench/"
+cp tests/bench/torch_gpu.py tests/bench/serve.sh tests/bench/serve_torch.py "$to/tests/bench/"
 cp tests/demo.sh "$to/tests/"
 cp -r tests/golden "$to/tests/"
 cp -r config "$to/"

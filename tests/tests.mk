@@ -139,7 +139,12 @@ $(B)/tests/bench/serve_ping: $(call obj,tests/bench/serve_ping.c) $(B)/libfused.
 	$(SAY) LD $@
 	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto)
 
-bench-load: all $(B)/tests/bench/serve_ping ## the serving table: fusectl bench in several mixes, the cost of a call
+$(B)/tests/bench/serve_maker: $(call obj,tests/bench/serve_maker.c) $(B)/libfused.a
+	@mkdir -p $(@D)
+	$(SAY) LD $@
+	$(Q)$(CC) $(LDFLAGS_) -o $@ $^ $(LIBS_proto)
+
+bench-load: all $(B)/tests/bench/serve_ping $(B)/tests/bench/serve_maker ## the serving table: fusectl bench in several mixes, the cost of a call
 	$(Q)B=$(B) tests/bench/serve.sh
 
 # A GPU is where the driver says so; nvcc may be there without one.

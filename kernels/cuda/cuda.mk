@@ -74,5 +74,5 @@ check-sanitizer: gpu ## GPU tests under compute-sanitizer
 bench-gpu: gpu ## benchmarks of the GPU backend, beside PyTorch where python3 has it
 	$(Q)B=$(B) tests/gpu/run.sh bench
 
-bundle: all gpu $(B)/tests/demo ## one archive to unpack and run on a GPU host without packages
+bundle: all gpu $(B)/tests/demo $(B)/tests/bench/serve_ping $(B)/tests/bench/serve_maker ## one archive to unpack and run on a GPU host without packages
 	$(Q)B=$(B) deploy/bundle.sh

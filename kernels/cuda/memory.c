@@ -27,9 +27,13 @@
 
 #define MEMORY_PIECE ((size_t)32 << 20)
 #define NS_A_S       INT64_C(1000000000)
-#define PAUSE_SHARE  100 /* times as long as the piece took, but not longer than: */
+#define PAUSE_SHARE  150 /* times as long as the piece took, but not longer than: */
 #define PAUSE_NS_MAX INT64_C(200000000)
-#define PAUSES_NS    (2 * NS_A_S) /* of one pinning: the thread is one of few */
+/* In all, for one buffer: the thread is one of few. What is given up is charged until then. */
+#define PAUSES_PIN_NS   (3 * NS_A_S)
+#define PAUSES_UNPIN_NS (NS_A_S / 2)
+/* So short a stall that nobody pauses for it, nor makes a small buffer wait for a large one. */
+#define NO_PAUSE ((size_t)1 << 20)
 
 /* The driver's functions that are used, found once per call: it is no hot path. */
 struct driver {
@@ -101,7 +105,8 @@ static int driver_check(const struct driver *driver, CUresult result, const char
 
 static _Atomic int64_t last_start_ns;
 
-/* One piece at a time, and not before that time while others compute. */
+/* Pinning and its end hold up what others enqueue: one piece at a time, and not before that time
+ * while others compute. */
 static struct {
     pthread_mutex_t lock;
     int64_t next_ns;
@@ -132,32 +137,45 @@ static bool others_compute(int64_t now)
     return now - atomic_load_explicit(&last_start_ns, memory_order_relaxed) < NS_A_S;
 }
 
+/* Of one buffer's pieces. */
+struct pace {
+    int64_t left_ns; /* that it may still wait */
+    int64_t most_ns; /* pause behind a piece */
+};
+
+static struct pace pace_of(size_t size, int64_t pauses_ns)
+{
+    int64_t most_ns = pauses_ns / (int64_t)(size / MEMORY_PIECE + 1);
+
+    if (most_ns > PAUSE_NS_MAX)
+        most_ns = PAUSE_NS_MAX;
+    return size <= NO_PAUSE ? (struct pace){0} : (struct pace){pauses_ns, most_ns};
+}
+
 /* Waits without the lock, which others may need for less. */
-static int64_t begin_piece(int64_t *left_ns)
+static int64_t begin_piece(struct pace *pace)
 {
     for (;;) {
         int64_t now, wait;
 
         pthread_mutex_lock(&turn.lock);
         now = now_ns();
-        wait = turn.next_ns - now < *left_ns ? turn.next_ns - now : *left_ns;
+        wait = turn.next_ns - now < pace->left_ns ? turn.next_ns - now : pace->left_ns;
         if (wait <= 0 || !others_compute(now))
             return now;
         pthread_mutex_unlock(&turn.lock);
-        *left_ns -= wait;
+        pace->left_ns -= wait;
         sleep_until(now + wait);
     }
 }
 
-/* One of `pieces`, which together shall not take longer than PAUSES_NS. */
-static void end_piece(int64_t began_ns, size_t pieces)
+static void end_piece(const struct pace *pace, int64_t began_ns)
 {
     int64_t now = now_ns(), pause_ns = (now - began_ns) * PAUSE_SHARE;
-    int64_t most = PAUSES_NS / (int64_t)pieces;
+    int64_t next_ns = now + (pause_ns < pace->most_ns ? pause_ns : pace->most_ns);
 
-    if (most > PAUSE_NS_MAX)
-        most = PAUSE_NS_MAX;
-    turn.next_ns = now + (pause_ns < most ? pause_ns : most);
+    if (turn.next_ns < next_ns)
+        turn.next_ns = next_ns;
     pthread_mutex_unlock(&turn.lock);
 }
 
@@ -177,27 +195,23 @@ static int pin_piece(char *data, size_t size, uint64_t *ret_address, struct repo
     return r;
 }
 
-/* What is given up is charged until then, so it is not made to wait long: as long as it took. */
 static void unpin(char *data, size_t size)
 {
-    for (size_t at = 0; at < size; at += MEMORY_PIECE) {
-        int64_t began_ns, now;
+    struct pace pace = pace_of(size, PAUSES_UNPIN_NS);
 
-        pthread_mutex_lock(&turn.lock);
-        began_ns = now_ns();
+    for (size_t at = 0; at < size; at += MEMORY_PIECE) {
+        int64_t began_ns = begin_piece(&pace);
+
         CUDA(NULL, cudaHostUnregister(data + at));
-        pthread_mutex_unlock(&turn.lock);
-        now = now_ns();
-        if (others_compute(now))
-            sleep_until(now + (now - began_ns));
+        end_piece(&pace, began_ns);
     }
 }
 
 int memory_pin(void *data, size_t size, struct memory **ret, struct report *report)
 {
     struct memory *memory = calloc(1, sizeof(*memory));
-    size_t pieces = size / MEMORY_PIECE + 1, at, n;
-    int64_t left_ns = PAUSES_NS;
+    struct pace pace = pace_of(size, PAUSES_PIN_NS);
+    size_t at, n;
     char *host = data;
     int r = 0;
 
@@ -210,9 +224,9 @@ int memory_pin(void *data, size_t size, struct memory **ret, struct report *repo
 
         n = size - at < MEMORY_PIECE ? size - at : MEMORY_PIECE;
         madvise(host + at, n, MADV_POPULATE_WRITE); /* or pinning does it, in its lock */
-        began_ns = begin_piece(&left_ns);
+        began_ns = begin_piece(&pace);
         r = pin_piece(host + at, n, &address, report);
-        end_piece(began_ns, pieces);
+        end_piece(&pace, began_ns);
         if (r < 0)
             goto fail;
         if (at == 0)

@@ -1,6 +1,6 @@
 #!/bin/bash
 # serve.sh: the serving table of this machine: a daemon (backend auto) on a small model and the shipped gemm-groupnorm-min-bias,
-# fusectl bench in several mixes, answers verified but for those of 32 MiB, where clients would do little else; and PyTorch in
+# fusectl bench in several mixes, answers verified but for the largest and fastest, where clients would do little else; and PyTorch in
 # process doing the same work beside it where $PYTHON has it (one request after the other, on the same device; as many threads
 # as the daemon's). Then the cost of a call beside a bare ping-pong. A table, and JSON under $B/bench.
 # SECONDS_EACH (default 3) for each line; BENCH_SMALL=1 leaves the large model out.
@@ -66,12 +66,14 @@ stages = (
 );
 END
 cmp -s "$tmp/small.conf" "$dir/models/small.conf" || cp "$tmp/small.conf" "$dir/models/small.conf"
-large=gemm-groupnorm-min-bias
-if [ "${BENCH_SMALL:-0}" = 0 ]; then
-    cmp -s "config/models.d/$large.conf" "$dir/models/$large.conf" || cp "config/models.d/$large.conf" "$dir/models/"
-else
-    rm -f "$dir/models/$large.conf"
-fi
+large=gemm-groupnorm-min-bias conv=conv3d-groupnorm-min-clamp-dropout
+for m in $large $conv; do
+    if [ "${BENCH_SMALL:-0}" = 0 ]; then
+        cmp -s "config/models.d/$m.conf" "$dir/models/$m.conf" || cp "config/models.d/$m.conf" "$dir/models/"
+    else
+        rm -f "$dir/models/$m.conf"
+    fi
+done
 for conf in "$dir"/models/*.conf; do make_weights "$conf"; done
 
 # One line of the table, from the JSON of a run.
@@ -102,6 +104,17 @@ bench() { # LABEL MODEL OPTIONS...
     row "$1" "$out"
 }
 
+# The same beside a client that makes buffers of 440 MiB, so many or 0: until the end.
+beside() { # COUNT LABEL MODEL OPTIONS...
+    local maker
+    "$B/tests/bench/serve_maker" "$FUSED_SOCKET" 440 "$1" >"$tmp/maker" 2>&1 &
+    maker=$!
+    bench "${@:2}"
+    kill $maker 2>/dev/null || true
+    wait $maker 2>/dev/null || true
+    echo "    a buffer took, ms: $(tr '\n' ' ' <"$tmp/maker")"
+}
+
 torch() { # LABEL MODEL ROWS
     local out=$dir/serve.${#results[@]}.json
     if "$python" tests/bench/serve_torch.py "$threads" "$each" "$device" "$2" "$3" >"$out" 2>/dev/null; then
@@ -129,14 +142,21 @@ if [ "${BENCH_SMALL:-0}" = 0 ]; then
     torch "  PyTorch" A 1
     bench "A, 64 rows" $large --rows 64
     torch "  PyTorch" A 64
+    bench "A, 1 row, 8 clients x 4" $large --clients 8 --in-flight 4
     if [ "$device" = cuda ]; then
         verify=
+        bench "A, 1 row, 64 clients x 4" $large --clients 64 --in-flight 4
+        bench "A, 1 row, after half a second" $large --rate 2 --constant
         bench "A, 1024 rows" $large --rows 1024
         torch "  PyTorch" A 1024
+        bench "A, 1024 rows, device buffers" $large --rows 1024 --device
         bench "A, 1024 rows, 8 clients" $large --rows 1024 --clients 8
+        bench "B, 128 rows" $conv --rows 128
+        bench "A, 1 row, 3000/s" $large --rate 3000
+        beside 1 "  beside one buffer of 440 MiB" $large --rate 3000
+        beside 0 "  beside such buffers in a loop" $large --rate 3000
         verify=--verify
     fi
-    bench "A, 1 row, 8 clients x 4" $large --clients 8 --in-flight 4
 fi
 stop
 

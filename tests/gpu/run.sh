@@ -1,5 +1,5 @@
 #!/bin/bash
-# run.sh check|sanitizer|bench|demo: the GPU tests, benchmarks and the demo, in the tree (B=build) or in an unpacked bundle (B=.).
+# run.sh check|sanitizer|bench|serve|demo: the GPU tests, benchmarks and the demo, in the tree (B=build) or in an unpacked bundle (B=.).
 # CUDA's own libraries are taken from where the machine has them; nothing is installed.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
@@ -98,11 +98,14 @@ bench)
     timeout 300 "$B/tests/bench/bench_gpu" "$torch" "$B/bench_gpu.json" </dev/null
     timeout 120 "$B/tests/bench/bench_product" </dev/null
     ;;
+serve)
+    timeout 300 tests/bench/serve.sh </dev/null
+    ;;
 demo)
     timeout 300 tests/demo.sh </dev/null
     ;;
 *)
-    echo "usage: run.sh check|sanitizer|bench|demo" >&2
+    echo "usage: run.sh check|sanitizer|bench|serve|demo" >&2
     exit 64
     ;;
 esac
