@@ -31,8 +31,8 @@
  * Tiles, scales and orders depend on the shape of a sample alone, so its bits do not depend on the
  * batch, nor on which block computed what, nor how often.
  *
- * A block is four warps that fetch, one that publishes moments, one that deals, two that wait for
- * moments and merge them, four that send, and eight that multiply.
+ * A block is eight warps that multiply, four that fetch, one that publishes moments, one that
+ * deals, two that wait for moments and merge them, and four that send.
  */
 #include "kernels/cuda/window_end.cuh"
 
@@ -185,7 +185,7 @@ static __device__ __forceinline__ void fetch_all(const struct window_run &run,
     const int lowest = run.exponents[run.tile_sets * WINDOW_OUTS];
     struct share<C> share;
 
-    if (threadIdx.x == 0)
+    if (fetcher() == 0)
         shared.agreed.large[0] = 0;
     group_sync<1>(FETCHERS);
 #pragma unroll 1
@@ -205,7 +205,7 @@ static __device__ __forceinline__ void fetch_all(const struct window_run &run,
             const int exponent = store_tile<T, C, HALVES>(run, job.tile, share, turn, shared.agreed,
                                                           pairs + b * buffer_size<C, HALVES>);
 
-            if (threadIdx.x == 0) {
+            if (fetcher() == 0) {
                 job.tile.exponent = exponent;
                 job.hot = exponent + lowest < HOT;
             }
@@ -224,7 +224,7 @@ static __device__ __forceinline__ void multiply_all(const struct window_run &run
                                                     const float *values)
 {
     const int lane = threadIdx.x % WARP;
-    const int warp = (threadIdx.x - FETCHERS - SENDERS) / WARP;
+    const int warp = ((int)threadIdx.x - MULTIPLIERS_AT) / WARP;
     const bool even = run.out[2] % 2 == 0 && run.tiles[2] == 1;
     struct operands<C, HALVES> operands;
 
@@ -444,13 +444,16 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const float *values = (float *)(pairs + BUFFERS * buffer_size<C, HALVES>);
 
     begin(run, shared);
-    if (threadIdx.x < FETCHERS) {
+    if (threadIdx.x - MULTIPLIERS_AT < MULTIPLIERS) {
+        registers_to_multiply();
+        multiply_all<C, HALVES>(run, shared, pairs, values);
+    } else if (threadIdx.x - FETCHERS_AT < FETCHERS) {
         registers_to_fetch();
         fetch_all<T, C>(run, shared, pairs);
-    } else if (threadIdx.x < FETCHERS + SENDERS) {
+    } else {
         registers_to_send();
 
-        const int warp = (threadIdx.x - FETCHERS) / WARP;
+        const int warp = (threadIdx.x - SENDERS_AT) / WARP;
 
         if (warp == 0) {
             publish_all(run, shared);
@@ -463,9 +466,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
         } else {
             send_all<TO>(run, tail, shared, values, warp - 2 - NORMERS);
         }
-    } else {
-        registers_to_multiply();
-        multiply_all<C, HALVES>(run, shared, pairs, values);
     }
 #endif
 }

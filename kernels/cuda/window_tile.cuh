@@ -10,13 +10,18 @@
 #include "kernels/cuda/tail.cuh"
 #include "kernels/cuda/window.h"
 
-/* Of a block, in this order. */
+/* Of a block. */
 #define FETCHERS    128
 #define SENDERS     256 /* one of their warps deals, three handle moments */
 #define NORMERS     2
 #define MULTIPLIERS (WINDOW_WARPS * WARP)
 #define THREADS     (FETCHERS + SENDERS + MULTIPLIERS)
-#define DRAINS      (SENDERS / WARP - 2 - NORMERS)
+/* The first thread of each. The lower a warp's number, the sooner it issues: those that multiply
+ * are what the others wait for. */
+#define MULTIPLIERS_AT 0
+#define FETCHERS_AT    MULTIPLIERS
+#define SENDERS_AT     (MULTIPLIERS + FETCHERS)
+#define DRAINS         (SENDERS / WARP - 2 - NORMERS)
 
 #define BUFFERS    2
 #define JOBS       3 /* dealt, and their moments not yet published */
@@ -101,6 +106,11 @@ static __device__ __forceinline__ uint32_t pair_of(float a, float b)
 static __device__ __forceinline__ float2 numbers_of(uint32_t pair)
 {
     return __half22float2(*(const __half2 *)&pair);
+}
+
+static __device__ __forceinline__ int fetcher(void)
+{
+    return (int)threadIdx.x - FETCHERS_AT;
 }
 
 /* What a thread fetches of a line: one column of every channel and plane. */
@@ -205,8 +215,8 @@ template <int C> struct share {
     {
 #pragma unroll
         for (int i = 0; i < N; i++)
-            planes.load(threadIdx.x / WINDOW_TILE_W + (FIRST + i) * STEP,
-                        threadIdx.x % WINDOW_TILE_W, some[i]);
+            planes.load(fetcher() / WINDOW_TILE_W + (FIRST + i) * STEP, fetcher() % WINDOW_TILE_W,
+                        some[i]);
     }
 
     template <int HALVES, int FIRST, int N>
@@ -236,7 +246,7 @@ template <int C> struct share {
         struct planes<T> planes;
         float top;
 
-        pairs += threadIdx.x / WINDOW_TILE_W * WINDOW_COLUMNS + threadIdx.x % WINDOW_TILE_W;
+        pairs += fetcher() / WINDOW_TILE_W * WINDOW_COLUMNS + fetcher() % WINDOW_TILE_W;
         top = store_lines<HALVES, 0, EARLY>(0, scale, pairs);
         planes.find(run, tile);
         load_lines<T, EARLY, LINES - EARLY>(planes);
@@ -257,7 +267,7 @@ static __device__ __forceinline__ float take_edge(const struct window_run &run,
         return top;
     planes.find(run, tile);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WINDOW_LINES * (WINDOW - 1); i += FETCHERS) {
+    for (int i = fetcher(); i < WINDOW_LINES * (WINDOW - 1); i += FETCHERS) {
         const int line = i / (WINDOW - 1), edge = WINDOW_TILE_W + i % (WINDOW - 1);
 
         planes.load(line, edge, one);
@@ -324,14 +334,14 @@ static __device__ __forceinline__ int store_tile(const struct window_run &run,
 
         if (top >> 23 >= PLAIN_END)
             atomicOr(&agreed.large[turn % 3], 1);
-        if (threadIdx.x == 0)
+        if (fetcher() == 0)
             agreed.large[(turn + 1) % 3] = 0;
 
         const bool some = any_fetcher(top >> 23 >= PLAIN_LOW);
 
         if ((some && !agreed.large[turn % 3]) || exponent != PLAIN)
             return exponent;
-        if (threadIdx.x == 0)
+        if (fetcher() == 0)
             agreed.top = 0;
         group_sync<1>(FETCHERS);
         top = warp_max(top);
