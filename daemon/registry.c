@@ -650,7 +650,7 @@ static void begin(struct registry *registry)
     if (!job || registry->is_busy)
         return;
     registry->is_busy = true;
-    work_queue(registry->works, &registry->works->own, &job->work, run_job, done_job);
+    work_queue(registry->works, &registry->works->loads, &job->work, run_job, done_job);
 }
 
 int registry_submit(struct registry *registry, enum registry_task task, const char *name, size_t n,

@@ -28,7 +28,7 @@ struct works {
     uv_loop_t *loop;
     unsigned n, n_running; /* n: with those that wait */
     TAILQ_HEAD(, work_party) ring;
-    struct work_party own; /* the daemon's */
+    struct work_party own, loads; /* the daemon's; of them those that load models */
 };
 
 struct work {

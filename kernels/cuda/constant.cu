@@ -51,7 +51,8 @@ enum work { WORK_LOOK, WORK_FILL, WORK_MASK, WORK_EACH, WORK_NOTHING, WORK_END }
 /* A task: n elements. */
 struct desk {
     enum work work;
-    uint32_t row, n; /* of the guard's */
+    uint32_t row; /* of the guard's */
+    uint32_t n;
     const void *from;
     void *to;
     float value;
@@ -358,10 +359,13 @@ static __device__ void leave(const struct constant &c)
 {
     uint32_t left = 0;
 
-    if (threadIdx.x == THREADS)
+    if (threadIdx.x == THREADS) {
+        __threadfence(); /* the numbers that this block has taken are counted before */
         left = atomicAdd(c.guard.work + WORD_LEFT, 1);
+    }
     if (__shfl_sync(~0u, left, 0) != gridDim.x - 1)
         return;
+    __threadfence();
     for (uint32_t i = threadIdx.x - THREADS; i < WORD_ROWS + 2 * (uint32_t)c.guard.rows; i += WARP)
         c.guard.work[i] = 0;
 }

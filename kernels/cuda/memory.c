@@ -5,13 +5,13 @@
  * and by kernels. While the driver pins, no other thread gets a call of CUDA's through: 23 ms for
  * 440 MiB, 153 where the page table is not filled yet, and a thread that pins again and again keeps
  * the others out for a second. So the page table is filled before, pages are pinned in pieces, one
- * after the other whoever asks, and while others compute after pauses, of two seconds in all. To
- * the driver each piece is a range of its own, and no copy may cross from one to the next; they are
- * large enough for that to be rare. Device buffers are allocations of the driver's virtual memory
- * interface, in whole granules, exported as POSIX fds: another process maps the same memory. They
- * are cleared first, because device memory comes uncleared and may hold another process's data. The
- * interface is reached through the runtime, so that this library loads, and can say what is
- * missing, on a machine without a driver.
+ * after the other whoever asks, and while others compute with pauses in between. To the driver each
+ * piece is a range of its own, and no copy may cross from one to the next; they are large enough
+ * for that to be rare. Device buffers are allocations of the driver's virtual memory interface, in
+ * whole granules, exported as POSIX fds: another process maps the same memory. They are cleared
+ * first, because device memory comes uncleared and may hold another process's data. The interface
+ * is reached through the runtime, so that this library loads, and can say what is missing, on a
+ * machine without a driver.
  */
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -27,13 +27,8 @@
 
 #define MEMORY_PIECE ((size_t)32 << 20)
 #define NS_A_S       INT64_C(1000000000)
-#define PAUSE_SHARE  150 /* times as long as the piece took, but not longer than: */
-#define PAUSE_NS_MAX INT64_C(200000000)
-/* In all, for one buffer: the thread is one of few. What is given up is charged until then. */
-#define PAUSES_PIN_NS   (3 * NS_A_S)
-#define PAUSES_UNPIN_NS (NS_A_S / 2)
-/* So short a stall that nobody pauses for it, nor makes a small buffer wait for a large one. */
-#define NO_PAUSE ((size_t)1 << 20)
+#define SMALL        ((size_t)1 << 20) /* so short a stall that it need not wait for large ones */
+#define NS_A_MS      INT64_C(1000000)
 
 /* The driver's functions that are used, found once per call: it is no hot path. */
 struct driver {
@@ -105,11 +100,13 @@ static int driver_check(const struct driver *driver, CUresult result, const char
 
 static _Atomic int64_t last_start_ns;
 
-/* Pinning and its end hold up what others enqueue: one piece at a time, and not before that time
- * while others compute. */
+/* Pinning and its end hold up what others enqueue: one piece at a time, and while others compute
+ * not before that time. Rows do not wait for the pauses of another. */
+enum row { ROW_PIN, ROW_UNPIN, ROW_SMALL, ROWS };
+
 static struct {
     pthread_mutex_t lock;
-    int64_t next_ns;
+    int64_t next_ns[ROWS];
 } turn = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static int64_t now_ns(void)
@@ -139,17 +136,26 @@ static bool others_compute(int64_t now)
 
 /* Of one buffer's pieces. */
 struct pace {
-    int64_t left_ns; /* that it may still wait */
-    int64_t most_ns; /* pause behind a piece */
+    enum row row;
+    int64_t left_ns; /* that it may still wait: the thread is one of few */
+    int64_t share;   /* pause behind a piece: times as long as that took, */
+    int64_t most_ns; /* but no longer */
 };
 
-static struct pace pace_of(size_t size, int64_t pauses_ns)
+static struct pace pin_pace(size_t size)
 {
-    int64_t most_ns = pauses_ns / (int64_t)(size / MEMORY_PIECE + 1);
+    int64_t all_ns = 3 * NS_A_S, most_ns = all_ns / (int64_t)(size / MEMORY_PIECE + 1);
 
-    if (most_ns > PAUSE_NS_MAX)
-        most_ns = PAUSE_NS_MAX;
-    return size <= NO_PAUSE ? (struct pace){0} : (struct pace){pauses_ns, most_ns};
+    if (size <= SMALL)
+        return (struct pace){ROW_SMALL, NS_A_S / 2, 20, 20 * NS_A_MS};
+    return (struct pace){ROW_PIN, all_ns, 150, most_ns < 200 * NS_A_MS ? most_ns : 200 * NS_A_MS};
+}
+
+/* What is given up is charged until then, and a client that dies gives up all it has: 4 GiB in
+ * less than three seconds, however they are cut. */
+static struct pace unpin_pace(size_t size)
+{
+    return (struct pace){size <= SMALL ? ROW_SMALL : ROW_UNPIN, NS_A_S / 2, 20, 20 * NS_A_MS};
 }
 
 /* Waits without the lock, which others may need for less. */
@@ -160,7 +166,8 @@ static int64_t begin_piece(struct pace *pace)
 
         pthread_mutex_lock(&turn.lock);
         now = now_ns();
-        wait = turn.next_ns - now < pace->left_ns ? turn.next_ns - now : pace->left_ns;
+        wait = turn.next_ns[pace->row] - now;
+        wait = wait < pace->left_ns ? wait : pace->left_ns;
         if (wait <= 0 || !others_compute(now))
             return now;
         pthread_mutex_unlock(&turn.lock);
@@ -171,11 +178,11 @@ static int64_t begin_piece(struct pace *pace)
 
 static void end_piece(const struct pace *pace, int64_t began_ns)
 {
-    int64_t now = now_ns(), pause_ns = (now - began_ns) * PAUSE_SHARE;
+    int64_t now = now_ns(), pause_ns = (now - began_ns) * pace->share;
     int64_t next_ns = now + (pause_ns < pace->most_ns ? pause_ns : pace->most_ns);
 
-    if (turn.next_ns < next_ns)
-        turn.next_ns = next_ns;
+    if (turn.next_ns[pace->row] < next_ns)
+        turn.next_ns[pace->row] = next_ns;
     pthread_mutex_unlock(&turn.lock);
 }
 
@@ -197,7 +204,7 @@ static int pin_piece(char *data, size_t size, uint64_t *ret_address, struct repo
 
 static void unpin(char *data, size_t size)
 {
-    struct pace pace = pace_of(size, PAUSES_UNPIN_NS);
+    struct pace pace = unpin_pace(size);
 
     for (size_t at = 0; at < size; at += MEMORY_PIECE) {
         int64_t began_ns = begin_piece(&pace);
@@ -210,7 +217,7 @@ static void unpin(char *data, size_t size)
 int memory_pin(void *data, size_t size, struct memory **ret, struct report *report)
 {
     struct memory *memory = calloc(1, sizeof(*memory));
-    struct pace pace = pace_of(size, PAUSES_PIN_NS);
+    struct pace pace = pin_pace(size);
     size_t at, n;
     char *host = data;
     int r = 0;

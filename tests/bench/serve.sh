@@ -143,6 +143,7 @@ if [ "${BENCH_SMALL:-0}" = 0 ]; then
     bench "A, 64 rows" $large --rows 64
     torch "  PyTorch" A 64
     bench "A, 1 row, 8 clients x 4" $large --clients 8 --in-flight 4
+    bench "B, 16 rows" $conv --rows 16
     if [ "$device" = cuda ]; then
         verify=
         bench "A, 1 row, 64 clients x 4" $large --clients 64 --in-flight 4

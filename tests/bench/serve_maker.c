@@ -24,7 +24,7 @@ static double now_ms(void)
 
 int main(int argc, char **argv)
 {
-    struct fused *f;
+    struct fused *f = NULL;
     long mib, count;
     int r;
 

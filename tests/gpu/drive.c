@@ -398,6 +398,7 @@ static int clients_end(struct client *clients, int n)
         sum.other += c->other;
         sum.ended += c->ended;
     }
+    pthread_barrier_destroy(&seated);
     end_ms = now_ms();
     free(expected[0]);
     free(expected[1]);
