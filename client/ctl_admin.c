@@ -26,7 +26,9 @@ static int print_models(const struct ctl *ctl, char *json)
         printf("%s: %s", ctl_str(model, "name"), ctl_str(model, "action"));
         if (json_object_get(model, "load_ms") != NULL)
             printf(", version %llu, %s", (unsigned long long)ctl_uint(model, "version"),
-                   ctl_us(ctl_uint(model, "load_ms") * 1000, text));
+                   ctl_uint(model, "load_ms") == 0
+                       ? "less than 1 ms"
+                       : ctl_us(ctl_uint(model, "load_ms") * 1000, text));
         putchar('\n');
     }
     if (json_array_size(models) == 0)

@@ -239,7 +239,9 @@ static void print_times(const char *name, const struct bench_histogram *histogra
     char text[CTL_TEXT_MAX];
 
     printf("%-11s", name);
-    for (size_t k = 0; k < N_PARTS; k++)
+    if (histogram->n == 0)
+        printf(" no answer");
+    for (size_t k = 0; k < N_PARTS && histogram->n > 0; k++)
         printf("%s %s %s", k > 0 ? "," : "", parts[k].name,
                us_text((double)histogram_at(histogram, parts[k].part) * unit, text));
     putchar('\n');
@@ -289,16 +291,20 @@ static void print_table(const struct bench_load *load, const struct bench_result
     print_times("latency", &result->latency_ns, 1e-3);
     print_times("waiting", &result->queue_us, 1);
     print_times("running", &result->run_us, 1);
-    printf("%-11s %.1f rows of the %" PRIu64 " that fit one, in the mean of all requests\n",
-           "batches", batch_rows(result), bound->max_rows);
-    if (bound->bytes_per_s > 0)
-        printf("%-11s %.1f %% of the %.1f GB/s that %s\n", "bound", 100 * share(result, bound),
-               bound->bytes_per_s * 1e-9,
-               bound->is_link ? "the link to the GPU carries each way"
-                              : "one thread copies in memory");
-    if (load->verify)
-        printf("%-11s %" PRIu64 " answers with other bits than alone\n", "verified",
-               result->n_wrong);
+    printf("%-11s %.1f rows on average, as requests meet them, of at most %" PRIu64 "\n", "batches",
+           batch_rows(result), bound->max_rows);
+    if (bound->is_link && bound->bytes_per_s > 0)
+        printf("%-11s %.1f %% of the %.1f GB/s that the link to the GPU carries each way\n",
+               "bound", 100 * share(result, bound), bound->bytes_per_s * 1e-9);
+    else if (bound->bytes_per_s > 0) /* no bound: a result may be less work than a copy */
+        printf("%-11s %.2f times the %.1f GB/s that one thread copies in memory\n", "moved",
+               share(result, bound), bound->bytes_per_s * 1e-9);
+    if (load->verify && result->n_wrong == 0)
+        printf("%-11s all %" PRIu64 " answers have the bits of a run alone\n", "verified",
+               result->n_ok);
+    else if (load->verify)
+        printf("%-11s %" PRIu64 " of %" PRIu64 " answers have other bits than alone\n", "verified",
+               result->n_wrong, result->n_ok);
     if (result->n_repeats > 0)
         printf("%-11s %" PRIu64 " times, for the server went away\n", "repeated",
                result->n_repeats);

@@ -52,7 +52,7 @@ static int is_live(int dir_fd, const char *name)
 }
 
 /* Is the path free, apart from a stale socket, which is removed? */
-static int clear_path(struct listener *listener, struct report *report)
+static int clear_path(struct listener *listener, const char *path, struct report *report)
 {
     struct stat st;
     int r;
@@ -60,22 +60,22 @@ static int clear_path(struct listener *listener, struct report *report)
     if (fstatat(listener->dir_fd, listener->base, &st, AT_SYMLINK_NOFOLLOW) != 0) {
         if (errno == ENOENT)
             return 0;
-        return report_set(report, -errno, "socket: %s", strerrordesc_np(errno));
+        return report_set(report, -errno, "socket: %s: %s", path, strerrordesc_np(errno));
     }
     if (!S_ISSOCK(st.st_mode))
-        return report_set(report, -EINVAL, "socket: the path holds something that is no socket");
+        return report_set(report, -EINVAL, "socket: %s holds something that is no socket", path);
     r = is_live(listener->dir_fd, listener->base);
     if (r < 0)
-        return report_set(report, r, "socket: %s", strerrordesc_np(-r));
+        return report_set(report, r, "socket: %s: %s", path, strerrordesc_np(-r));
     if (r > 0)
-        return report_set(report, -EALREADY, "socket: another server answers there");
+        return report_set(report, -EALREADY, "socket: %s: another server answers there", path);
     if (unlinkat(listener->dir_fd, listener->base, 0) != 0)
-        return report_set(report, -errno, "socket: a stale one cannot be removed: %s",
+        return report_set(report, -errno, "socket: %s: a stale one cannot be removed: %s", path,
                           strerrordesc_np(errno));
     return 0;
 }
 
-static int lock(struct listener *listener, struct report *report)
+static int lock(struct listener *listener, const char *path, struct report *report)
 {
     char name[CONFIG_SOCKET_MAX + 8];
 
@@ -83,13 +83,14 @@ static int lock(struct listener *listener, struct report *report)
     listener->lock_fd = openat(listener->dir_fd, name,
                                O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     if (listener->lock_fd < 0)
-        return report_set(report, -EINVAL, "socket: the lock file %s cannot be opened: %s", name,
-                          strerrordesc_np(errno));
+        return report_set(report, -EINVAL, "socket: the lock file %s.lock cannot be opened: %s",
+                          path, strerrordesc_np(errno));
     if (flock(listener->lock_fd, LOCK_EX | LOCK_NB) == 0)
         return 0;
     if (errno == EWOULDBLOCK)
-        return report_set(report, -EALREADY, "socket: another fused holds the lock file %s", name);
-    return report_set(report, -errno, "socket: %s cannot be locked: %s", name,
+        return report_set(report, -EALREADY, "socket: another fused holds the lock file %s.lock",
+                          path);
+    return report_set(report, -errno, "socket: %s.lock cannot be locked: %s", path,
                       strerrordesc_np(errno));
 }
 
@@ -125,8 +126,8 @@ int listener_claim(struct listener *listener, const char *path, struct report *r
                               ? "its directory is missing; --socket PATH chooses another"
                               : "its directory",
                           strerrordesc_np(errno));
-    r = lock(listener, report);
-    return r < 0 ? r : clear_path(listener, report);
+    r = lock(listener, path, report);
+    return r < 0 ? r : clear_path(listener, path, report);
 }
 
 static int prepare(struct listener *listener, const char *name, mode_t mode, gid_t group)

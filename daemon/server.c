@@ -157,7 +157,8 @@ static void check_drain(struct server *server)
         uv_timer_start(&server->tick, on_tick, LOOK_MS, TICK_MS);
         return;
     }
-    log_info("server.end", "everything is answered");
+    if (server->said_ready)
+        log_info("server.end", "everything is answered");
     if (server->registry.is_busy)
         leave(server, server->exit_code); /* a reload that nobody waits for */
     tear_down(server);

@@ -33,6 +33,7 @@ struct conf {
     char file[128];  /* for messages: without directory, cut */
     int r;           /* the first error */
     struct report error;
+    const config_setting_t *lacking; /* the first error is that this group lacks a key */
 };
 
 __attribute__((format(printf, 3, 4))) static int fail_at(struct conf *conf, int line,
@@ -340,6 +341,15 @@ int conf_error(struct conf_group *group, const char *key, const char *format, ..
     return -EINVAL;
 }
 
+int conf_missing(struct conf_group *group, const char *key)
+{
+    struct conf *conf = conf_of(group);
+
+    if (!conf->r)
+        conf->lacking = setting_of(group);
+    return conf_error(group, key, "is missing");
+}
+
 const char *conf_string(struct conf_group *group, const char *key, const char *otherwise)
 {
     config_setting_t *setting = ask(group, key);
@@ -547,10 +557,30 @@ static void find_unknown(struct conf *conf)
     }
 }
 
+/* What a group lacks may be there under a name that nobody asked for: that is the better message.
+ */
+static void find_misspelt(struct conf *conf)
+{
+    int n = config_setting_length(conf->lacking);
+
+    for (int i = 0; i < n; i++) {
+        config_setting_t *member = config_setting_get_elem(conf->lacking, (unsigned)i);
+
+        if (config_setting_get_hook(member))
+            continue;
+        conf->r = 0;
+        fail_at(conf, (int)config_setting_source_line(member), "%s: unknown key",
+                config_setting_name(member));
+        return;
+    }
+}
+
 int conf_finish(struct conf *conf, struct report *report)
 {
     if (!conf->r)
         find_unknown(conf);
+    else if (conf->lacking)
+        find_misspelt(conf);
     if (conf->r)
         return report_set(report, conf->r, "%s", conf->error.text);
     return 0;

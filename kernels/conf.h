@@ -54,5 +54,9 @@ struct conf_group *conf_group_at(struct conf_group *group, const char *key, int 
 __attribute__((format(printf, 3, 4))) int conf_error(struct conf_group *group, const char *key,
                                                      const char *format, ...);
 
+/* That a group lacks a key. To be told of it where the group's other keys are asked for all the
+ * same: one that nobody asked for is then named instead, for it may be that key, misspelt. */
+int conf_missing(struct conf_group *group, const char *key);
+
 /* The first error, or an unknown key, or 0. */
 int conf_finish(struct conf *conf, struct report *report);

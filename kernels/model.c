@@ -25,7 +25,7 @@ static void parse_name(struct conf_group *root, struct model *model)
     const char *name = conf_string(root, "name", NULL);
 
     if (!name)
-        conf_error(root, "name", "is missing");
+        conf_missing(root, "name");
     else if (name[0] == 0 || strlen(name) > MODEL_NAME_MAX)
         conf_error(root, "name", "has 1 to %d characters", MODEL_NAME_MAX);
     else if (name[0] == '.' || name[strspn(name, allowed)])
@@ -72,7 +72,7 @@ static void parse_input(struct conf_group *root, struct model *model)
     int n;
 
     if (!input) {
-        conf_error(root, "input", "is missing");
+        conf_missing(root, "input");
         return;
     }
     n = conf_ints(input, "shape", 1, TENSOR_ELEMENTS_MAX, model->input.dims + 1,
@@ -94,6 +94,7 @@ static void parse_input(struct conf_group *root, struct model *model)
 static void parse_stages(struct conf_group *root, struct model *model)
 {
     struct conf_group *group;
+    char ops[128];
 
     for (; (group = conf_group_at(root, "stages", model->n_stages)); model->n_stages++) {
         const char *name = conf_string(group, "op", NULL);
@@ -105,7 +106,8 @@ static void parse_stages(struct conf_group *root, struct model *model)
         }
         op = stage_op_parse(name);
         if (op < 0) {
-            conf_error(group, "op", "there is no stage '%s'", name);
+            stage_op_list(ops, sizeof(ops));
+            conf_error(group, "op", "there is no stage '%s'; there are %s", name, ops);
             return;
         }
         if (model->n_stages == MODEL_STAGES_MAX) {

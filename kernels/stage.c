@@ -48,7 +48,7 @@ static bool need(struct conf_group *group, const char *key)
 {
     if (conf_has(group, key))
         return true;
-    conf_error(group, key, "is missing");
+    conf_missing(group, key);
     return false;
 }
 
@@ -451,6 +451,15 @@ int stage_op_parse(const char *name)
         if (strcmp(name, kinds[op].name) == 0)
             return op;
     return -1;
+}
+
+void stage_op_list(char *to, size_t size)
+{
+    size_t n = 0;
+
+    to[0] = 0;
+    for (int op = 0; op < OP_COUNT && n < size; op++)
+        n += (size_t)snprintf(to + n, size - n, "%s%s", op ? ", " : "", kinds[op].name);
 }
 
 void stage_parse(enum stage_op op, struct conf_group *group, struct stage_spec *ret)

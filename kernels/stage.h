@@ -14,6 +14,8 @@
 
 /* -1 when there is no such stage. */
 int stage_op_parse(const char *name);
+/* The names of all, for a message; cut if size does not do. */
+void stage_op_list(char *to, size_t size);
 
 /* Reads the keys of one entry of `stages`. Errors stick in the file. */
 void stage_parse(enum stage_op op, struct conf_group *group, struct stage_spec *ret);

@@ -25,7 +25,7 @@ setup() {
     expect_output '^load +3 clients, 4 in flight each, closed loop, 0.3 s$'
     expect_output '^served +[1-9][0-9.]* requests/s, '
     expect_output '^latency +p50 .*, p90 .*, p99 .*, p99.9 .*, max '
-    expect_output '^verified +0 answers with other bits'
+    expect_output '^verified +all [1-9][0-9]* answers have the bits of a run alone$'
     expect_output '^errors +none$'
 }
 
@@ -44,8 +44,8 @@ setup() {
     run "$fusectl" bench a_5x37x96_g12 --duration 0.3 --clients 2 --in-flight 3 --rows 1,40,7 --verify
     expect_status 0
     expect_output '^model +a_5x37x96_g12, 1, 40 or 7 rows a request, buffers$'
-    expect_output '^bound +[0-9.]+ % of the [1-9][0-9.]* GB/s that one thread copies in memory$'
-    expect_output '^verified +0 answers with other bits'
+    expect_output '^moved +[0-9.]+ times the [1-9][0-9.]* GB/s that one thread copies in memory$'
+    expect_output '^verified +all [1-9][0-9]* answers have the bits of a run alone$'
     run "$fusectl" bench a_5x37x96_g12 --duration 0.2 --rows 2,6 --json
     expect_status 0
     expect_output '"rows":\[2,6\],'
