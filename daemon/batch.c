@@ -229,6 +229,25 @@ void batch_deinit(struct batch_queue *queue)
     *queue = (struct batch_queue){0};
 }
 
+static bool party_waits(const struct batch_queue *queue, const struct batch_party *party)
+{
+    const struct batch_flow *flow;
+
+    LIST_FOREACH(flow, &party->flows, link)
+    {
+        if (flow->queue == queue)
+            return true;
+    }
+    return false;
+}
+
+bool batch_admits(const struct batch_queue *queue, const struct batch_item *item, uint64_t rows)
+{
+    if (rows + item->rows <= queue->queue_rows)
+        return true;
+    return item->rows <= queue->max_rows && !party_waits(queue, item->party);
+}
+
 int batch_push(struct batch_queue *queue, struct batch_item *item, uint64_t now_us)
 {
     struct batch_flow *flow;
@@ -236,7 +255,7 @@ int batch_push(struct batch_queue *queue, struct batch_item *item, uint64_t now_
     assert(!item->queued);
     assert(item->rows > 0);
     assert(item->priority <= PROTO_PRIORITY_MAX);
-    if (queue->rows + item->rows > queue->queue_rows)
+    if (!batch_admits(queue, item, queue->rows))
         return -EBUSY;
     flow = flow_get(queue, item->party, item->priority);
     if (!flow)

@@ -92,7 +92,11 @@ void batch_set_cost(struct batch_queue *queue, const struct cost *cost);
 /* Nothing waits. Accepts a queue of zeros. */
 void batch_deinit(struct batch_queue *queue);
 
-/* 0, -EBUSY when the rows would not fit, or -ENOMEM: nothing is queued then. */
+/* Whether an item may come in where so many rows wait: those of the queue, or of all that share its
+ * limit. A party that has nothing in a full queue gets one item of at most a batch's rows in all
+ * the same, or whoever fills it would shut the others out. */
+bool batch_admits(const struct batch_queue *queue, const struct batch_item *item, uint64_t rows);
+/* 0, -EBUSY when the item may not come in, or -ENOMEM: nothing is queued then. */
 int batch_push(struct batch_queue *queue, struct batch_item *item, uint64_t now_us);
 /* Takes out one that waits. */
 void batch_remove(struct batch_queue *queue, struct batch_item *item);

@@ -279,7 +279,7 @@ static bool is_window_over(const struct uid *uid, uint64_t now_us)
     return now_us - uid->refusals.since_us >= REFUSALS_WINDOW_MS * 1000;
 }
 
-static void count_refusal(struct conn *conn)
+void conn_count_refusal(struct conn *conn)
 {
     struct uid *uid = conn->uid;
     uint64_t now_us = clock_us();
@@ -337,7 +337,7 @@ void conn_refuse(struct conn *conn, const struct proto_request *message, enum pr
     if (!text)
         text = proto_error_text(error);
     reply.text = (struct proto_str){text, (uint32_t)strnlen(text, PROTO_TEXT_MAX)};
-    count_refusal(conn);
+    conn_count_refusal(conn);
     conn_reply(conn, &reply, -1);
 }
 
@@ -355,6 +355,7 @@ static void refuse_undecoded(struct conn *conn, bool has_id, uint64_t id, enum p
         .text = {text, (uint32_t)strlen(text)},
     };
 
+    conn_count_refusal(conn);
     conn_reply(conn, &reply, -1);
 }
 

@@ -76,6 +76,10 @@ void conn_flush(struct conn *conn);
 /* Reads again from those that were paused, where it is time. */
 void conn_resume(struct server *server);
 
+/* Its uid was refused something at once: whoever asks for that again and again is not read for a
+ * while. conn_refuse() does it itself. */
+void conn_count_refusal(struct conn *conn);
+
 /* An error answer to a request that has no record. `text` NULL: the error's own. */
 void conn_refuse(struct conn *conn, const struct proto_request *message, enum proto_error error,
                  const char *text);

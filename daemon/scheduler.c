@@ -411,10 +411,9 @@ int scheduler_add(struct scheduler *scheduler, struct request *request)
     uint64_t now_us = clock_us();
     int r;
 
-    if (version->rows + request->item.rows > version->model.queue_rows)
-        return -EBUSY;
-
     request->item.party = &request->uid->party;
+    if (!batch_admits(&queue->batch, &request->item, version->rows))
+        return -EBUSY;
     request->item.source = &request->conn->source;
     request->item.latest_us = latest_us(request, now_us);
     r = batch_push(&queue->batch, &request->item, now_us);

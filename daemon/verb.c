@@ -192,6 +192,7 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
     if (r == 0)
         return;
     server->n_client_works--;
+    conn_count_refusal(conn);
     request_fail(request, request_error(message->verb, r),
                  r == -EOPNOTSUPP ? "this backend offers no device buffers"
                                   : uid_reason(conn->uid, r));

@@ -78,6 +78,14 @@ static void bounds_rows(void **state)
     assert_int_equal(batch_push(&queue, item(3, 1, 3), 4), -EBUSY);
     assert_int_equal(batch_push(&queue, item(4, UINT32_MAX, 3), 4), -EBUSY);
     assert_int_equal(queue.rows, 10);
+    /* Whoever has nothing in it gets one batch's rows in, and no more. */
+    assert_int_equal(batch_push(&queue, item_of(5, 1, 0, 9, 1), 4), -EBUSY);
+    assert_int_equal(batch_push(&queue, item_of(5, 1, 0, 8, 1), 4), 0);
+    assert_int_equal(batch_push(&queue, item_of(6, 1, 1, 1, 3), 4), -EBUSY);
+    assert_int_equal(batch_push(&queue, item_of(7, 2, 0, 1, 0), 4), 0);
+    assert_int_equal(queue.rows, 19);
+    batch_remove(&queue, &items[5]);
+    batch_remove(&queue, &items[7]);
     batch_remove(&queue, &items[0]);
     assert_int_equal(queue.rows, 4);
     assert_int_equal(queue.n, 1);
@@ -394,10 +402,22 @@ static uint64_t slow_ready_us(unsigned q)
     return queue->max_delay_us > 0 && latest_us < oldest_us ? latest_us : oldest_us;
 }
 
+static bool uid_waits(unsigned queue, unsigned uid)
+{
+    for (unsigned i = 0; i < N_ITEMS; i++) {
+        const struct entry *entry = &w.entries[i];
+
+        if (entry->item.queued && entry->queue == queue && entry->uid == uid)
+            return true;
+    }
+    return false;
+}
+
 static void push(void)
 {
     unsigned i = dice(N_ITEMS);
     struct entry *entry = &w.entries[i];
+    bool is_full;
     int r;
 
     if (entry->item.queued)
@@ -418,8 +438,10 @@ static void push(void)
     if (dice(2))
         entry->item.rows = 1;
     entry->total = entry->item.rows;
+    is_full = w.rows[entry->queue] + entry->item.rows > QUEUE_ROWS &&
+              (entry->item.rows > BATCH_ROWS || uid_waits(entry->queue, entry->uid));
     r = batch_push(&w.queues[entry->queue], &entry->item, w.now_us);
-    if (w.rows[entry->queue] + entry->item.rows > QUEUE_ROWS) {
+    if (is_full) {
         assert_int_equal(r, -EBUSY);
         assert_false(entry->item.queued);
         w.n_refused++;

@@ -251,6 +251,47 @@ static void forms_when_the_device_is_about_to_be_free(void **state)
     daemon_stop(&daemon);
 }
 
+/* One uid keeps a model's queue full: it is told BUSY, another with one request at a time is not.
+ */
+static void full_queue_is_not_for_others(void **state)
+{
+    struct proto_reply reply;
+    struct daemon daemon;
+    unsigned n_busy = 0;
+
+    (void)state;
+    if (geteuid() != 0) {
+        print_message("only root has other uids at hand\n");
+        skip();
+    }
+    start(&daemon, "delay_ms=10", "socket_mode = \"0666\";",
+          "batching = { max_rows = 8; queue_rows = 40; };\n");
+    assert_int_equal(chmod(daemon.dir, 0755), 0);
+    client_start(&many[0], &daemon);
+    assert_int_equal(seteuid(54321), 0);
+    client_start(&many[1], &daemon);
+    assert_int_equal(seteuid(0), 0);
+    for (int i = 0; i < 40; i++)
+        send_a(&many[0], 0);
+    for (int i = 0; i < 40; i++) {
+        if (i % 4 == 0) {
+            send_a(&many[1], 0);
+            assert_true(client_recv(&many[1], &reply, NULL));
+            assert_is_a(&reply);
+        }
+        assert_true(client_recv(&many[0], &reply, NULL));
+        n_busy += reply.error == ERR_BUSY;
+        send_a(&many[0], 0);
+    }
+    assert_true(n_busy > 0);
+    for (int i = 0; i < 40; i++)
+        assert_true(client_recv(&many[0], &reply, NULL));
+    client_close(&many[0]);
+    client_close(&many[1]);
+    assert_healthy(&daemon);
+    daemon_stop(&daemon);
+}
+
 /* Asks for what is refused, so often that it is not read for a while: every answer comes, in order,
  * another uid waits for none of that, and an end does not wait for it either. */
 static void paces_refusals(void **state)
@@ -743,6 +784,7 @@ int main(void)
         cmocka_unit_test(serves_uids_by_rows),
         cmocka_unit_test(waits_for_more_as_long_as_told),
         cmocka_unit_test(forms_when_the_device_is_about_to_be_free),
+        cmocka_unit_test(full_queue_is_not_for_others),
         cmocka_unit_test(paces_refusals),
         cmocka_unit_test(keeps_to_what_batches_cost),
         cmocka_unit_test(cuts_without_a_trace),
