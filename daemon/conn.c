@@ -2,7 +2,8 @@
  * conn.c - datagrams in, replies out
  *
  * A readable connection is read a few datagrams at a time, and only one once its uid has read a few
- * in this turn of the loop, so that a flood does not hold up the others. Refusing costs time too,
+ * in this turn of the loop; where others are there too, some of a uid's connections are read in a
+ * turn, and others in the next. So a flood does not hold up the others. Refusing costs time too,
  * on both sides: a uid that was refused often in a short while is not read for the rest of it, so
  * that whoever floods sleeps in its own socket instead of taking the cores. Whatever arrives is
  * either dispatched or refused; a received descriptor belongs to the datagram that it came with and
@@ -34,7 +35,6 @@
 #include "server.h"
 #include "verb.h"
 
-#define DATAGRAMS_A_TURN   16
 #define REFUSALS_A_WINDOW  128
 #define REFUSALS_WINDOW_MS UINT64_C(10)
 
@@ -428,22 +428,10 @@ static bool receive(struct conn *conn)
     return !conn->closing;
 }
 
-/* Each connection reads one datagram a turn of the loop, and more while its uid has read few. */
-static bool may_read_more(struct conn *conn)
-{
-    struct uid *uid = conn->uid;
-    uint64_t turn = conn->server->scheduler.n_turns;
-
-    if (uid->turn != turn) {
-        uid->turn = turn;
-        uid->n_datagrams = 0;
-    }
-    return ++uid->n_datagrams < DATAGRAMS_A_TURN;
-}
-
 static void on_event(uv_poll_t *poll, int status, int events)
 {
     struct conn *conn = poll->data;
+    struct server *server = conn->server;
 
     if (status < 0) {
         conn_close(conn);
@@ -457,10 +445,13 @@ static void on_event(uv_poll_t *poll, int status, int events)
         pause_reading(conn);
         return;
     }
+    if (!uid_may_read(conn->uid, server->scheduler.n_turns, uv_now(&server->loop), &conn->read) &&
+        server->state == SERVER_READY)
+        return; /* it is still readable, and asked again */
     do {
         if (!receive(conn))
             return;
-    } while (!conn->closing && may_read_more(conn));
+    } while (!conn->closing && uid_may_read_more(conn->uid));
 }
 
 /* ---- arrival ---- */

@@ -47,6 +47,7 @@ struct conn {
     size_t out_bytes;
     bool is_held_up; /* too many descriptors are on their way: the tick calls conn_flush() */
     bool is_paused;  /* not read until its uid may be refused something again */
+    uint64_t read;   /* the number of its last one among its uid's */
     TAILQ_ENTRY(conn) pause;
 };
 

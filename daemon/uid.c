@@ -117,6 +117,42 @@ static void note_over(const struct uid *uid, enum charge charge, uint64_t n)
              names[charge], uids->uid_limit[charge], uid->used[charge], n);
 }
 
+/* Do several uids share the loop? */
+static bool is_shared(const struct uid *uid, uint64_t now_ms)
+{
+    struct uids *uids = uid->uids;
+
+    if (uids->last_read != uid->uid) {
+        uids->last_read = uid->uid;
+        uids->shared_until_ms = now_ms + UID_SHARED_MS;
+    }
+    return now_ms < uids->shared_until_ms;
+}
+
+/* Reads are numbered. Of n connections that take part each has another number, so the k-th lowest
+ * is k - n below the last number given, or lower still. */
+bool uid_may_read(struct uid *uid, uint64_t turn, uint64_t now_ms, uint64_t *read)
+{
+    if (uid->turn != turn) {
+        uid->turn = turn;
+        uid->n_datagrams = 0;
+        uid->n_readable_before = uid->n_readable;
+        uid->n_readable = 0;
+        uid->n_reads_before = uid->n_reads;
+    }
+    uid->n_readable++;
+    if (is_shared(uid, now_ms) &&
+        *read + uid->n_readable_before > uid->n_reads_before + UID_CONNECTIONS_A_TURN)
+        return false;
+    *read = ++uid->n_reads;
+    return true;
+}
+
+bool uid_may_read_more(struct uid *uid)
+{
+    return ++uid->n_datagrams < UID_DATAGRAMS_A_TURN;
+}
+
 int uid_take(struct uid *uid, enum charge charge, uint64_t n)
 {
     struct uids *uids = uid->uids;

@@ -6,6 +6,7 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/queue.h>
 #include <sys/types.h>
@@ -37,8 +38,10 @@ struct uid {
     uint64_t used[CHARGE_COUNT];
     struct batch_party party; /* its turn among uids */
     struct work_party works;  /* ... for helper threads */
-    uint64_t turn;            /* of the loop that n_datagrams were read in */
+    uint64_t turn;            /* of the loop, and what was read in it */
     unsigned n_datagrams;
+    unsigned n_readable, n_readable_before; /* connections, in this turn and its last one */
+    uint64_t n_reads, n_reads_before;       /* of connections: ever, and before this turn */
     struct uid_refusals refusals;
 };
 
@@ -54,6 +57,8 @@ struct uids {
         struct uid_refusals refusals;
     } gone[UIDS_GONE_MAX]; /* that had refusals, the last ones */
     unsigned n_gone;       /* ever */
+    uid_t last_read;
+    uint64_t shared_until_ms; /* several are read in turn */
 };
 
 void uids_init(struct uids *uids);
@@ -62,6 +67,19 @@ void uids_init(struct uids *uids);
 struct uid *uid_get(struct uids *uids, uid_t uid);
 struct uid *uid_ref(struct uid *uid);
 struct uid *uid_unref(struct uid *uid);
+
+#define UID_DATAGRAMS_A_TURN   16
+#define UID_CONNECTIONS_A_TURN 16   /* of a uid, while others are there */
+#define UID_SHARED_MS          1000 /* since the last time that another uid than before was read */
+
+/*
+ * A connection of this uid can be read in that turn of the loop. Whether it shall be: where several
+ * uids share the loop, each has few connections read in a turn, those that were not read the
+ * longest. *read is the connection's own, 0 at first.
+ */
+bool uid_may_read(struct uid *uid, uint64_t turn, uint64_t now_ms, uint64_t *read);
+/* One datagram was read: one more, of the same connection, in the same turn? */
+bool uid_may_read_more(struct uid *uid);
 
 /* 0, -EDQUOT when a limit of the uid would be passed, -EBUSY when a limit of all would be. */
 int uid_take(struct uid *uid, enum charge charge, uint64_t n);

@@ -109,13 +109,66 @@ static void remembers_refusals(void **state)
     assert_int_equal(uids.n, 0);
 }
 
+/* Connections of one uid that are readable in every turn, or in some, beside another uid's: few are
+ * read in a turn, and none waits much longer than its share. Alone it has the loop to itself. */
+static void reads_connections_in_turn(void **state)
+{
+    enum { CONNS = 250, TURNS = 2000 };
+    static uint64_t reads[CONNS], since[CONNS];
+    uint64_t theirs = 0, longest = 0;
+    struct uids uids;
+    struct uid *a, *b;
+    unsigned n_asked, n_read;
+
+    (void)state;
+    uids_init(&uids);
+    a = uid_get(&uids, 1000);
+    b = uid_get(&uids, 1001);
+    for (uint64_t turn = 1; turn <= TURNS; turn++) {
+        bool every = turn < TURNS / 2;
+
+        assert_true(turn % 50 != 0 || uid_may_read(b, turn, turn, &theirs));
+        n_asked = n_read = 0;
+        for (int i = 0; i < CONNS; i++) {
+            if (every || rand() % 3 == 0) {
+                n_asked++;
+                if (uid_may_read(a, turn, turn, &reads[i])) {
+                    n_read++;
+                    since[i] = turn;
+                    assert_int_equal(reads[i], a->n_reads);
+                }
+            }
+            if (turn - since[i] > longest)
+                longest = turn - since[i];
+        }
+        /* At first all are new; then as many as have a turn, or those that joined in. */
+        if (every && turn > 51)
+            assert_int_equal(n_read, UID_CONNECTIONS_A_TURN);
+        else if (turn > TURNS / 2 + 1)
+            assert_in_range(n_read, 0, UID_CONNECTIONS_A_TURN + CONNS / 2);
+    }
+    print_message("the longest wait was %llu turns of %u connections\n",
+                  (unsigned long long)longest, CONNS);
+    assert_in_range(longest, CONNS / UID_CONNECTIONS_A_TURN, 5 * CONNS / UID_CONNECTIONS_A_TURN);
+    for (int turn = 1; turn < 5; turn++) {
+        n_read = 0;
+        for (int i = 0; i < CONNS; i++)
+            n_read += uid_may_read(a, (uint64_t)(TURNS + turn), TURNS + UID_SHARED_MS, &reads[i]);
+        assert_int_equal(n_read, CONNS);
+    }
+    for (int i = 1; i < UID_DATAGRAMS_A_TURN; i++)
+        assert_true(uid_may_read_more(a));
+    assert_false(uid_may_read_more(a));
+    uid_unref(a);
+    uid_unref(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(refuses_over_the_limits),
-        cmocka_unit_test(lives_with_a_lowered_limit),
-        cmocka_unit_test(keeps_one_record_a_uid),
-        cmocka_unit_test(remembers_refusals),
+        cmocka_unit_test(refuses_over_the_limits),   cmocka_unit_test(lives_with_a_lowered_limit),
+        cmocka_unit_test(keeps_one_record_a_uid),    cmocka_unit_test(remembers_refusals),
+        cmocka_unit_test(reads_connections_in_turn),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
