@@ -12,7 +12,8 @@
  * Replies are sent at once if the socket takes them. Those it does not take wait here, bounded in
  * number and bytes; the client that does not read is closed, nobody else waits. Descriptors in
  * sockets that nobody reads are the scarcest: the kernel limits them for this process as a whole.
- * SIOCOUTQ says whether everything sent so far was read, and only then is their count reset.
+ * SIOCOUTQ says whether everything sent so far was read, and only then is their count reset: until
+ * then one more reply with a descriptor waits, and with two the client is closed.
  *
  * The many answers of one batch are sent by another thread (post.c). They may arrive after replies
  * that were made later, which the protocol allows.
@@ -72,7 +73,7 @@ static void drop_replies(struct conn *conn)
         close_fd(entry->fd);
         free(entry);
     }
-    conn->n_out = 0;
+    conn->n_out = conn->n_fds_out = 0;
     conn->out_bytes = 0;
 }
 
@@ -105,15 +106,14 @@ void conn_close(struct conn *conn)
 
 /* ---- out ---- */
 
-static bool fds_were_read(struct conn *conn)
+/* Whether few enough are unread, as far as the kernel tells. */
+static bool may_send_fd(struct conn *conn)
 {
     int unread = 0;
 
-    if (conn->n_fds_unread == 0)
-        return true;
-    if (ioctl(conn->fd, SIOCOUTQ, &unread) == 0 && unread == 0)
+    if (conn->n_fds_unread > 0 && ioctl(conn->fd, SIOCOUTQ, &unread) == 0 && unread == 0)
         conn->n_fds_unread = 0;
-    return conn->n_fds_unread == 0;
+    return conn->n_fds_unread < CONN_REPLIES_FDS_MAX;
 }
 
 static void close_unread(struct conn *conn)
@@ -139,6 +139,13 @@ static void watch(struct conn *conn)
     watch_for(conn, (conn->is_paused ? 0 : UV_READABLE) | (conn->n_out > 0 ? UV_WRITABLE : 0));
 }
 
+/* The socket has room, so asking it would spin: the tick tries again, and whatever arrives. */
+static void hold_up(struct conn *conn)
+{
+    conn->is_held_up = true;
+    watch_for(conn, conn->is_paused ? 0 : UV_READABLE);
+}
+
 static void enqueue(struct conn *conn, const uint8_t *bytes, size_t n, int fd)
 {
     struct conn_reply_entry *entry;
@@ -160,6 +167,7 @@ static void enqueue(struct conn *conn, const uint8_t *bytes, size_t n, int fd)
             conn_close(conn);
             return;
         }
+        conn->n_fds_out++;
     }
     entry->n = n;
     memcpy(entry->bytes, bytes, n);
@@ -223,20 +231,29 @@ bool conn_reply(struct conn *conn, const struct proto_reply *reply, int fd)
     }
     if (fd < 0 && post(conn, (size_t)n))
         return true;
-    fds_were_read(conn);
-    if (fd >= 0 && conn->n_fds_unread >= CONN_REPLIES_FDS_MAX) {
-        close_unread(conn);
-        return true;
+    if (fd >= 0) {
+        bool may_send = may_send_fd(conn);
+
+        if (conn->n_fds_unread + conn->n_fds_out > CONN_REPLIES_FDS_MAX) {
+            close_unread(conn);
+            return true;
+        }
+        if (!may_send) {
+            enqueue(conn, server->tx, (size_t)n, fd);
+            if (!conn->closing && conn->n_out == 1)
+                hold_up(conn);
+            return true;
+        }
     }
     r = conn->n_out > 0 ? -EAGAIN : wire_send(conn->fd, server->tx, (size_t)n, fd);
     if (r == -ETOOMANYREFS && fd >= 0)
         return false;
-    if (fd >= 0)
-        conn->n_fds_unread++;
     if (r == -EAGAIN)
         enqueue(conn, server->tx, (size_t)n, fd);
     else if (r < 0)
         conn_close(conn);
+    else if (fd >= 0)
+        conn->n_fds_unread++;
     return true;
 }
 
@@ -246,16 +263,16 @@ void conn_flush(struct conn *conn)
 
     conn->is_held_up = false;
     while ((entry = TAILQ_FIRST(&conn->out))) {
-        int r = wire_send(conn->fd, entry->bytes, entry->n, entry->fd);
+        int r = entry->fd >= 0 && !may_send_fd(conn)
+                    ? -ETOOMANYREFS
+                    : wire_send(conn->fd, entry->bytes, entry->n, entry->fd);
 
         if (r == -EAGAIN) {
             watch(conn);
             return;
         }
         if (r == -ETOOMANYREFS) {
-            /* The socket has room, so asking it would spin: the tick tries again. */
-            conn->is_held_up = true;
-            watch_for(conn, conn->is_paused ? 0 : UV_READABLE);
+            hold_up(conn);
             return;
         }
         if (r < 0) {
@@ -264,6 +281,8 @@ void conn_flush(struct conn *conn)
         }
         TAILQ_REMOVE(&conn->out, entry, link);
         conn->n_out--;
+        conn->n_fds_out -= entry->fd >= 0;
+        conn->n_fds_unread += entry->fd >= 0;
         conn->out_bytes -= entry->n;
         close_fd(entry->fd);
         free(entry);
@@ -437,7 +456,7 @@ static void on_event(uv_poll_t *poll, int status, int events)
         conn_close(conn);
         return;
     }
-    if (events & UV_WRITABLE)
+    if (events & UV_WRITABLE || conn->is_held_up)
         conn_flush(conn);
     if (conn->closing || !(events & UV_READABLE))
         return;

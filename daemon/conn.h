@@ -43,9 +43,9 @@ struct conn {
     struct buffer_table buffers;
 
     TAILQ_HEAD(, conn_reply_entry) out;
-    unsigned n_out, n_fds_unread;
+    unsigned n_out, n_fds_out, n_fds_unread; /* waiting here; of them with one; sent with one */
     size_t out_bytes;
-    bool is_held_up; /* too many descriptors are on their way: the tick calls conn_flush() */
+    bool is_held_up; /* descriptors must be read first: the tick calls conn_flush() */
     bool is_paused;  /* not read until its uid may be refused something again */
     uint64_t read;   /* the number of its last one among its uid's */
     TAILQ_ENTRY(conn) pause;

@@ -427,6 +427,33 @@ static void bounds_unread_descriptors(void **state)
     assert_healthy(&d);
 }
 
+/* But whoever receives each descriptor before asking for the next may leave other answers unread.
+ */
+static void waits_for_unread_answers(void **state)
+{
+    struct proto_request create = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = 4096};
+    struct proto_request ping = {.verb = VERB_PING};
+
+    (void)state;
+    client_start(&c, &d);
+    for (int i = 0; i < 12; i++) {
+        struct proto_reply reply;
+        int fd = -1;
+
+        create.id = ping.id = 0;
+        client_send(&c, &create, -1);
+        client_send(&c, &ping, -1);
+        sleep_ms(20); /* both answers are there before one is read */
+        while (fd < 0) {
+            assert_true(client_recv(&c, &reply, &fd));
+            assert_int_equal(reply.error, ERR_NONE);
+        }
+        close(fd);
+    }
+    client_close(&c);
+    assert_healthy(&d);
+}
+
 static void survives_clients_that_go_at_once(void **state)
 {
     struct proto_request request = {.verb = VERB_BUFFER_CREATE, .buffer_create.size_bytes = 400000};
@@ -474,6 +501,7 @@ int main(void)
         cmocka_unit_test(keeps_handles_to_their_connection),
         cmocka_unit_test(gives_everything_back),
         cmocka_unit_test(bounds_unread_descriptors),
+        cmocka_unit_test(waits_for_unread_answers),
         cmocka_unit_test(survives_clients_that_go_at_once),
         cmocka_unit_test(reports_what_cannot_be_pinned),
     };
