@@ -12,7 +12,7 @@ setup() {
 kernel() { # BYTES [LINE...]
     printf "ptxas info    : Compiling entry function 'k' for 'sm_90a'\n    0 bytes stack frame, %d bytes spill stores, %d bytes spill loads\n" \
         "$1" "$1"
-    printf 'ptxas info    : Used 168 registers, used 4 barriers\n'
+    printf 'ptxas info    : Used 168 registers, used 4 barriers, 4928 bytes smem\n'
     shift
     [ $# = 0 ] || printf '%s\n' "$@"
 }
@@ -21,11 +21,11 @@ check() { # SOURCE
     run "${BATS_TEST_DIRNAME}/../../kernels/cuda/ptxas.sh" "$1" "$log"
 }
 
-@test "registers and spills are printed" {
+@test "registers, shared memory and spills are printed" {
     { kernel 0; kernel 0; } >"$log"
     check kernels/cuda/wide_product.cu
     expect_status 0
-    expect_output '^  PTXAS    kernels/cuda/wide_product.cu: 2 kernels, at most 168 registers, 0 bytes spilled$'
+    expect_output '^  PTXAS    kernels/cuda/wide_product.cu: 2 kernels, at most 168 registers, 4928 bytes shared, 0 bytes spilled$'
 }
 
 @test "a spill in a product ends the build" {
@@ -39,7 +39,7 @@ check() { # SOURCE
     kernel 8 >"$log"
     check kernels/cuda/tail.cu
     expect_status 0
-    expect_output '1 kernels, at most 168 registers, 16 bytes spilled$'
+    expect_output '1 kernels, at most 168 registers, 4928 bytes shared, 16 bytes spilled$'
 }
 
 @test "serialised wgmma in a product ends the build" {
