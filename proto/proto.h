@@ -26,7 +26,7 @@
 #define PROTO_LIST_MAX         256u /* models of one page of model.list */
 #define PROTO_BAD_MESSAGES_MAX 16u  /* undecodable datagrams after which a connection is closed */
 #define PROTO_UNREAD_MAX       256u /* answers that wait for a client which does not read them */
-#define PROTO_UNREAD_FDS_MAX   4u   /* ... of them with a descriptor */
+#define PROTO_UNREAD_FDS_MAX   4u   /* ... that were sent with a descriptor; one more waits */
 #define PROTO_UNREAD_BYTES_MAX (1u << 20) /* ... and their bytes, all together */
 #define PROTO_PRIORITY_MAX     3u
 #define PROTO_PRIORITY_DEFAULT 1u

@@ -74,8 +74,9 @@ static void test_limits(void **state)
     expect_named("at most %u bytes, exactly the shape's", PROTO_INLINE_MAX);
     expect_named("at most %u, each", PROTO_LIST_MAX);
     expect_named("After %u datagrams", PROTO_BAD_MESSAGES_MAX);
-    expect_named("at most %u answers wait, of %u bytes together, and at most %u whose",
-                 PROTO_UNREAD_MAX, PROTO_UNREAD_BYTES_MAX, PROTO_UNREAD_FDS_MAX);
+    expect_named("at most %u answers wait, of %u bytes together", PROTO_UNREAD_MAX,
+                 PROTO_UNREAD_BYTES_MAX);
+    expect_named("Of answers with a descriptor %u are sent", PROTO_UNREAD_FDS_MAX);
     expect_named("uint, 0 to %u | %u", PROTO_PRIORITY_MAX, PROTO_PRIORITY_DEFAULT);
     expect_named("`%s`", PROTO_SOCKET_DEFAULT);
 }
