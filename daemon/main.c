@@ -65,8 +65,11 @@ static error_t parse(int key, char *value, struct argp_state *state)
     }
 }
 
+static unsigned n_models;
+
 static void print_model(const struct model *model)
 {
+    n_models++;
     printf("%s: ok (%s)\n", model->file, model->name);
 }
 
@@ -80,6 +83,8 @@ static int check(const struct server_options *given)
     if (r == 0) {
         printf("configuration: ok\n");
         r = registry_check(&config, print_model, &report);
+        if (r == 0 && n_models == 0)
+            printf("no model in %s: it would serve nothing\n", config.models_dir);
     }
     if (r < 0)
         fprintf(stderr, "fused: %s\n", report.text);

@@ -357,7 +357,7 @@ const char *conf_string(struct conf_group *group, const char *key, const char *o
     if (!setting)
         return otherwise;
     if (config_setting_type(setting) != CONFIG_TYPE_STRING) {
-        conf_error(group, key, "must be a string");
+        conf_error(group, key, "must be a string, in quotes");
         return otherwise;
     }
     return config_setting_get_string(setting);

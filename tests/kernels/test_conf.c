@@ -57,7 +57,7 @@ static void test_refused(void **state)
         {"\n\nunknown = 1;", "t.conf:3: unknown: unknown key"},
         {"g = { x = 1;\n y = { z = 1; }; };", "t.conf:2: y: unknown key"},
         {"list = ( { x = 1; }, { y = 1; } );", "t.conf:1: y: unknown key"},
-        {"s = 1;", "t.conf:1: s: must be a string"},
+        {"s = 1;", "t.conf:1: s: must be a string, in quotes"},
         {"i = \"1\";", "t.conf:1: i: must be an integer"},
         {"i = 1.5;", "t.conf:1: i: must be an integer"},
         {"i = -11;", "t.conf:1: i: -11 is outside -10 to 10000000000"},
