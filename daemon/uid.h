@@ -14,7 +14,10 @@
 #include "batch.h"
 #include "work.h"
 
-#define UIDS_GONE_MAX 16
+#define UIDS_GONE_MAX          16
+#define UID_DATAGRAMS_A_TURN   16
+#define UID_CONNECTIONS_A_TURN 16   /* while others are there */
+#define UID_SHARED_MS          1000 /* since the last time that another uid than before was read */
 
 enum charge {
     CHARGE_CONNECTIONS,
@@ -67,10 +70,6 @@ void uids_init(struct uids *uids);
 struct uid *uid_get(struct uids *uids, uid_t uid);
 struct uid *uid_ref(struct uid *uid);
 struct uid *uid_unref(struct uid *uid);
-
-#define UID_DATAGRAMS_A_TURN   16
-#define UID_CONNECTIONS_A_TURN 16   /* of a uid, while others are there */
-#define UID_SHARED_MS          1000 /* since the last time that another uid than before was read */
 
 /*
  * A connection of this uid can be read in that turn of the loop. Whether it shall be: where several

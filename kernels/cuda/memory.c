@@ -26,9 +26,9 @@
 #include "kernels/cuda/memory.h"
 
 #define MEMORY_PIECE ((size_t)32 << 20)
-#define NS_A_S       INT64_C(1000000000)
 #define SMALL        ((size_t)1 << 20) /* so short a stall that it need not wait for large ones */
 #define NS_A_MS      INT64_C(1000000)
+#define NS_A_S       INT64_C(1000000000)
 
 /* The driver's functions that are used, found once per call: it is no hot path. */
 struct driver {
@@ -152,7 +152,7 @@ static struct pace pin_pace(size_t size)
 }
 
 /* What is given up is charged until then, and a client that dies gives up all it has: 4 GiB in
- * less than three seconds, however they are cut. */
+ * some three seconds, however they are cut. */
 static struct pace unpin_pace(size_t size)
 {
     return (struct pace){size <= SMALL ? ROW_SMALL : ROW_UNPIN, NS_A_S / 2, 20, 20 * NS_A_MS};
