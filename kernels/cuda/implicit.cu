@@ -151,29 +151,33 @@ static __device__ __forceinline__ struct column column_of(const struct implicit 
             h >= 0 && h < p.shape.in[1] && w >= 0 && w < p.shape.in[2]};
 }
 
+/* Of a channel that is not there nothing is read, wherever its address points. */
 static __device__ __forceinline__ void read_words(const struct implicit &p, const struct spot &spot,
                                                   const float *sample, int first, int words,
                                                   uint32_t *patch)
 {
     const int columns = p.patch[1] * p.patch[2], in_plane = p.shape.in[1] * p.shape.in[2];
     const int begin = spot.d * p.shape.stride[0] - p.shape.padding[0];
+    const int64_t next = (int64_t)p.shape.in[0] * in_plane;
 
     for (int at = (int)threadIdx.x; at < columns; at += THREADS) {
         const struct column column = column_of(p, spot, at);
 
-        for (int word = 0; word < words; word++) {
-            const bool there = column.inside && first + word < p.shape.in_channels;
+        for (int pd = 0; pd < p.patch[0]; pd++) {
+            const bool inside = column.inside && begin + pd >= 0 && begin + pd < p.shape.in[0];
+            const int channels = inside ? p.shape.in_channels - first : 0;
             const float *from =
-                sample + ((int64_t)(first + word) * p.shape.in[0] + begin) * in_plane + column.from;
-            uint32_t *to = patch + word * p.pitch + at;
+                inside ? sample + first * next + (int64_t)(begin + pd) * in_plane + column.from
+                       : sample;
+            uint32_t *to = patch + pd * columns + at;
 
-#pragma unroll 4
-            for (int pd = 0; pd < p.patch[0]; pd++) {
-                const bool inside = there && begin + pd >= 0 && begin + pd < p.shape.in[0];
-
-                __pipeline_memcpy_async(to, inside ? from : sample, 4, inside ? 0 : 4);
-                to += columns;
-                from += in_plane;
+            for (int word = 0; word < words; word += WORDS) {
+#pragma unroll
+                for (int k = 0; k < WORDS; k++) {
+                    __pipeline_memcpy_async(to, from, 4, word + k < channels ? 0 : 4);
+                    from += next;
+                    to += p.pitch;
+                }
             }
         }
     }
