@@ -11,6 +11,8 @@
 #include "work.h"
 
 #include <assert.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 static void on_run(uv_work_t *uv)
 {
@@ -68,6 +70,11 @@ static void give_out(struct works *works)
 
 void works_init(struct works *works, uv_loop_t *loop)
 {
+    char threads[16];
+
+    /* libuv reads it when it first needs a thread. */
+    snprintf(threads, sizeof(threads), "%d", WORKS_AT_ONCE);
+    setenv("UV_THREADPOOL_SIZE", threads, 1);
     *works = (struct works){.loop = loop};
     TAILQ_INIT(&works->ring);
 }

@@ -11,7 +11,7 @@
 
 #include <uv.h>
 
-#define WORKS_AT_ONCE 4 /* threads of libuv's pool, where the environment does not say */
+#define WORKS_AT_ONCE 8 /* threads of libuv's pool: many, because pinning is mostly pauses */
 #define WORKS_A_PARTY 2 /* of them, at most, for one party */
 
 struct work;
