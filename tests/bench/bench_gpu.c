@@ -7,11 +7,15 @@
  * "busy" is the time per batch with every slot kept full. Data lies in device memory, or in pinned
  * host pages where the name says "host". Inputs rotate beyond the L2 cache. The floor is the larger
  * of the bytes over 4.8 TB/s and the tensor core operations over 989 TFLOP/s (fp32 is three
- * products); for "host", the bytes of the longer way over 55 GB/s. TORCH is torch_gpu.py's output
- * of the same run; the last columns are how many times as long PyTorch takes.
+ * products; w-direct and w-cudnn go by float32 units, 67 TFLOP/s); for "host", the bytes of the
+ * longer way over 55 GB/s. TORCH is torch_gpu.py's output of the same run; the last columns are how
+ * many times as long PyTorch takes.
  *
  * Names: a and b are the two pipelines; -nan and -huge have one such number in one of the rows; c1
- * to c8 are convolutions that differ in every dimension, the same list as in torch_gpu.py.
+ * to c8 are convolutions that differ in every dimension; w-... are the other ways of "Plans" in
+ * kernels/README.md, each alone: w-direct and w-cudnn convolutions without a norm, w-norm-small
+ * groups of a warp each, w-amin over the last dimension, w-amin-inner over the first. Lists of c
+ * and w as in torch_gpu.py.
  */
 #include "tests/gpu/models.h"
 
@@ -59,6 +63,15 @@ static void find_torch(const char *name, uint32_t rows, double *ret_eager, doubl
     }
 }
 
+/* Of the first stage: a number that it gives takes as many products as an output has weights. */
+static double operations(const struct pipeline *pipeline, uint32_t rows)
+{
+    const struct stage *first = &pipeline->stages[0];
+    int64_t weights = first->weight.elements / first->weight.tensor->dims[0];
+
+    return 2.0 * rows * (double)shape_elements(&first->out) * (double)weights;
+}
+
 static double floor_of(const struct line *line, const struct pipeline *pipeline, uint32_t rows,
                        uint64_t resident)
 {
@@ -69,7 +82,7 @@ static double floor_of(const struct line *line, const struct pipeline *pipeline,
     if (line->host)
         return fmax(in, out) * esize / 55e9;
     time = ((in + out) * esize + (double)resident) / 4.8e12;
-    most = line->products ? line->products * 2.0 * rows * K * C / line->rate : 0;
+    most = line->products ? line->products * operations(pipeline, rows) / line->rate : 0;
     return fmax(time, most);
 }
 
@@ -84,7 +97,7 @@ static void report_line(const struct line *line, const struct pipeline *pipeline
     least = floor_of(line, pipeline, rows, resident);
     find_torch(line->torch, rows, &eager, &compiled);
     work = line->products
-               ? 2.0 * rows * K * C / median * 1e-12
+               ? operations(pipeline, rows) / median * 1e-12
                : (double)rows *
                      (double)(shape_elements(&pipeline->in) + shape_elements(&pipeline->out)) *
                      (double)dtype_size(pipeline->dtype) / median * 1e-9;
@@ -286,6 +299,56 @@ static void bench_shape(const struct shape_line *shape)
           rows, shape->rows);
 }
 
+/* A model of these stages alone; products and rate as in struct line. */
+struct way_line {
+    const char *name, *keys, *input, *stages;
+    uint32_t rows;
+    int fan_in, products;
+    double rate;
+    bool train;
+};
+
+#define LINEAR "{ op = \"linear\"; weight = \"w\"; bias = \"b\"; out = 4096; }"
+#define CONV3D "{ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; "
+#define NORM   "{ op = \"group_norm\"; weight = \"g\"; bias = \"h\"; "
+
+static const struct way_line ways[] = {
+    {"w-linear", "", "4096", LINEAR, .rows = 1024, .fan_in = 4096, .products = 3, .rate = 989e12},
+    {"w-linear-tf32", "precision = \"tf32\";", "4096", LINEAR, .rows = 1024, .fan_in = 4096,
+     .products = 1, .rate = 989e12},
+    {"w-linear-bf16", "dtype = \"bfloat16\";", "4096", LINEAR, .rows = 1024, .fan_in = 4096,
+     .products = 1, .rate = 989e12},
+    /* Shared memory has room for 5 channels of 3 x 3 x 3, or 17 of these. */
+    {"w-direct", "", "16, 16, 64, 64",
+     CONV3D "out = 16; kernel = [1, 3, 3]; padding = [0, 1, 1]; }", .rows = 16, .fan_in = 144,
+     .products = 1, .rate = 67e12},
+    {"w-cudnn", "", "32, 16, 56, 56", CONV3D "out = 64; kernel = 3; stride = 2; padding = 1; }",
+     .rows = 16, .fan_in = 864, .products = 1, .rate = 67e12},
+    {"w-norm", "", "32, 8, 64, 64", NORM "groups = 8; }", .rows = 16},
+    {"w-norm-small", "", "64, 8, 8", NORM "groups = 16; }", .rows = 4096},
+    {"w-tail", "", "16, 256, 256",
+     "{ op = \"clamp\"; min = 0.25; max = 0.75; }, { op = \"dropout\"; p = 0.2; }", .rows = 16,
+     .train = true},
+    {"w-add", "", "16, 256, 256", "{ op = \"add\"; tensor = \"t\"; shape = [16, 1, 1]; }",
+     .rows = 16},
+    {"w-amin", "", "8192", "{ op = \"amin\"; dim = 1; }", .rows = 3072},
+    {"w-amin-inner", "", "64, 64, 64", "{ op = \"amin\"; dim = 1; }", .rows = 96},
+};
+
+static void bench_way(const struct way_line *way)
+{
+    const uint32_t rows[] = {way->rows, 0};
+    struct line line = {way->name, way->name, .train = way->train, .products = way->products,
+                        .rate = way->rate};
+    char text[1024];
+
+    snprintf(text, sizeof(text),
+             "name = \"w\"; weights = \"" FIXTURE_WEIGHTS "\"; %s input = { shape = [%s]; };"
+             "stages = (%s);",
+             way->keys, way->input, way->stages);
+    bench(&line, models_build(&fixture, text, way->fan_in), rows, way->rows);
+}
+
 int main(int argc, char **argv)
 {
     static const uint32_t a_rows[] = {1, 16, 64, 256, 1024, 4096, 0}, few[] = {1, 1024, 0};
@@ -329,6 +392,8 @@ int main(int argc, char **argv)
     }
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         bench_shape(&shapes[i]);
+    for (size_t i = 0; i < sizeof(ways) / sizeof(ways[0]); i++)
+        bench_way(&ways[i]);
     fixture_remove(&fixture);
     if (torch_file)
         fclose(torch_file);

@@ -65,6 +65,31 @@ def model_b(minimum, train, dtype=torch.float32):
     return model_c(minimum, train, 3, 16, (3, 3, 3), 1, 0, 8, dtype)
 
 
+def parameters(*shape, dtype=torch.float32):
+    fan = torch.Size(shape[1:]).numel() ** -0.5
+    return [((torch.rand(n, device="cuda") * 2 - 1) * fan).to(dtype) for n in (shape, shape[:1])]
+
+
+def linear(c, k, dtype=torch.float32):
+    w, b = parameters(c, k, dtype=dtype)
+    return lambda x: F.linear(x, w, b)
+
+
+def conv3d(outs, channels, kernel, stride, padding):
+    w, b = parameters(outs, channels, *kernel)
+    return lambda x: F.conv3d(x, w, b, stride, padding)
+
+
+def group_norm(groups, channels):
+    g, h = torch.ones(channels, device="cuda"), torch.zeros(channels, device="cuda")
+    return lambda x: F.group_norm(x, groups, g, h)
+
+
+def add(*shape):
+    t = torch.randn(*shape, device="cuda")
+    return lambda x: x + t
+
+
 compiled = "--compile" in sys.argv
 only = next((a[7:] for a in sys.argv if a.startswith("--only=")), "")
 print(f"# PyTorch {torch.__version__}, {torch.cuda.get_device_name()}")
@@ -99,3 +124,18 @@ for name, dtype, channels, extent, outs, kernel, stride, padding, groups, rows, 
     for n in (1, rows):
         say(name, n, model_c(0.5, train, channels, outs, kernel, stride, padding, groups, dtype), (channels, *extent),
             compiled and n == rows, dtype)
+# The ways, each alone; again the same list.
+for name, dtype, shape, rows, f in (
+        ("w-linear", torch.float32, (4096,), 1024, linear(4096, 4096)),
+        ("w-linear-tf32", torch.float32, (4096,), 1024, linear(4096, 4096)),
+        ("w-linear-bf16", torch.bfloat16, (4096,), 1024, linear(4096, 4096, torch.bfloat16)),
+        ("w-direct", torch.float32, (16, 16, 64, 64), 16, conv3d(16, 16, (1, 3, 3), 1, (0, 1, 1))),
+        ("w-cudnn", torch.float32, (32, 16, 56, 56), 16, conv3d(64, 32, (3, 3, 3), 2, 1)),
+        ("w-norm", torch.float32, (32, 8, 64, 64), 16, group_norm(8, 32)),
+        ("w-norm-small", torch.float32, (64, 8, 8), 4096, group_norm(16, 64)),
+        ("w-tail", torch.float32, (16, 256, 256), 16, lambda x: F.dropout(torch.clamp(x, 0.25, 0.75), 0.2, True)),
+        ("w-add", torch.float32, (16, 256, 256), 16, add(16, 1, 1)),
+        ("w-amin", torch.float32, (8192,), 3072, lambda x: x.amin(dim=1)),
+        ("w-amin-inner", torch.float32, (64, 64, 64), 96, lambda x: x.amin(dim=1))):
+    torch.backends.cuda.matmul.allow_tf32 = name == "w-linear-tf32"
+    say(name, rows, f, shape, compiled, dtype)
