@@ -56,6 +56,13 @@ void block_begin_tables(struct slot *slot, int segments_max)
     slot->tables.pieces = reserve(slot, (uint64_t)segments_max * sizeof(struct piece));
 }
 
+static int32_t tiles_of(const struct tail *tail, int32_t tile, const struct segment *segment)
+{
+    if (segment->compact)
+        return (int32_t)((segment->rows + tile - 1) / tile);
+    return (int32_t)tail_tiles(tail, tile, segment->rows);
+}
+
 /* First tiles of a tail's segments, and their number at the end; in a range, the most of them. */
 static void add_tiles(struct slot *slot, const struct tail_step *step)
 {
@@ -74,8 +81,7 @@ static void add_tiles(struct slot *slot, const struct tail_step *step)
     rows = range ? range->rows : rows;
     tile = tail_tile(&step->tail, rows);
     for (int i = 0; i < n; i++)
-        tiles[i + 1] = tiles[i] + (int32_t)tail_tiles(&step->tail, tile,
-                                                      slot->tables.segments[first + i].rows);
+        tiles[i + 1] = tiles[i] + tiles_of(&step->tail, tile, &slot->tables.segments[first + i]);
     block->tile[step->table] = tile;
     slot->tables.tiles[step->table] = tiles;
     block->n_tiles[step->table] =
@@ -144,12 +150,18 @@ char *block_place(struct slot *slot, struct part *part, char *to, uint64_t size,
     return arena;
 }
 
+/* Whether the last tail writes its minima alone. */
+static bool compact_in_tail(const struct plan *plan, const struct job *job)
+{
+    return job->compact && plan->compact_elements && !plan->compact;
+}
+
 static void place_part(struct slot *slot, struct part *part, struct segment *segment)
 {
     const struct plan *plan = slot->plan;
     struct job *job = part->job;
     uint64_t esize = dtype_size(plan->dtype);
-    bool compact = job->compact && plan->compact;
+    bool compact = job->compact && plan->compact_elements;
     uint64_t row_bytes = esize * (uint64_t)(compact ? plan->compact_elements : plan->out_elements);
     uint64_t size = row_bytes * (uint64_t)part->rows;
     char *arena = (char *)block_arena(slot)->result +
@@ -177,7 +189,7 @@ static void place_part(struct slot *slot, struct part *part, struct segment *seg
     part->copy.pitch = run * job->rows;
 }
 
-static void fill_segment(struct segment *segment, const struct part *part)
+static void fill_segment(struct segment *segment, const struct plan *plan, const struct part *part)
 {
     segment->row = part->row;
     segment->rows = part->rows;
@@ -185,7 +197,7 @@ static void fill_segment(struct segment *segment, const struct part *part)
     segment->job_rows = part->job->rows;
     segment->seed = part->job->seed;
     segment->train = part->job->train;
-    segment->unused = 0;
+    segment->compact = compact_in_tail(plan, part->job);
 }
 
 bool block_downloads(const struct slot *slot)
@@ -329,7 +341,8 @@ static int64_t take_room(const struct slot *slot, const struct job *job, int64_t
     const struct plan *plan = slot->plan;
     uint64_t esize = dtype_size(plan->dtype), in = (uint64_t)plan->in_elements * esize;
     uint64_t out =
-        (uint64_t)(job->compact && plan->compact ? plan->compact_elements : plan->out_elements) *
+        (uint64_t)(job->compact && plan->compact_elements ? plan->compact_elements
+                                                          : plan->out_elements) *
         esize;
     uint64_t fit = least((uint64_t)n, (uint64_t)room->rows);
 
@@ -378,15 +391,6 @@ static bool next_parts(struct slot *slot)
     return row > 0;
 }
 
-/* Whether the block is like others, and which. */
-static const struct range *range_of(const struct slot *slot)
-{
-    for (int i = 0; i < slot->n_parts; i++)
-        if (in_compact_list(slot, slot->parts[i].job))
-            return NULL;
-    return graph_range(slot, slot->block.rows, slot->n_parts);
-}
-
 /* What a graph reads beyond the block's own segments: nothing to do. Returns their number. */
 static int fill_tables(struct slot *slot, int n)
 {
@@ -411,7 +415,7 @@ static void make_segments(struct slot *slot)
 
             if (in_compact_list(slot, part->job) != compact)
                 continue;
-            fill_segment(&slot->tables.segments[n], part);
+            fill_segment(&slot->tables.segments[n], slot->plan, part);
             if (compact && slot->plan->fill) /* only full rows are written, later */
                 slot->tables.segments[n].y = NULL;
             else
@@ -429,7 +433,7 @@ bool block_next(struct slot *slot)
 {
     if (!next_parts(slot))
         return false;
-    slot->range = range_of(slot);
+    slot->range = graph_range(slot, slot->block.rows);
     make_segments(slot);
     return true;
 }

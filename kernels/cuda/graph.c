@@ -8,15 +8,12 @@
  * one graph for each slot and range, and one more that gathers rows by a kernel. They are made at
  * load and never updated; nothing is captured, and no memory taken, while serving.
  *
- * Ranges are those of the product's tiles up to RANGE_ROWS rows, because small batches come in all
- * sizes, and the one that a full block is in. A block in none, or in more than RANGE_PARTS parts,
- * or with results that must be compact or go by the copy engine, is enqueued kernel by kernel, as
- * is every block of other plans.
+ * Ranges are those of the product's tiles from one row on, and the last one that of a full block:
+ * up to some 4,000 rows there is no other. A block in none is enqueued kernel by kernel, as is
+ * every block of other plans. What the copy engine takes, either way, goes before the graph and
+ * after it.
  */
 #include "kernels/cuda/graph.h"
-
-#define RANGE_ROWS  192
-#define RANGE_PARTS 256
 
 static bool launched_alike(const struct plan *plan)
 {
@@ -29,10 +26,10 @@ static int64_t add_range(struct plan *plan, int64_t from)
 {
     int64_t rows = linear_norm_min_filled(plan->steps[0].fused, from);
 
-    if (rows == 0 || plan->n_ranges == RANGES_MAX)
+    if (rows == 0)
         return (int64_t)plan->rows_max + 1;
     plan->ranges[plan->n_ranges++] =
-        (struct range){from, rows, rows < RANGE_PARTS ? (int)rows : RANGE_PARTS};
+        (struct range){from, rows, rows < SEGMENTS_MAX ? (int)rows : SEGMENTS_MAX};
     return rows + 1;
 }
 
@@ -43,7 +40,7 @@ void graph_ranges(struct plan *plan)
 
     if (!launched_alike(plan))
         return;
-    while (from <= plan->rows_max && from <= RANGE_ROWS)
+    while (from <= plan->rows_max && plan->n_ranges < RANGES_MAX - 1)
         from = add_range(plan, from);
     if (from > plan->rows_max)
         return;
@@ -53,13 +50,13 @@ void graph_ranges(struct plan *plan)
     add_range(plan, last);
 }
 
-const struct range *graph_range(const struct slot *slot, int64_t rows, int n_parts)
+const struct range *graph_range(const struct slot *slot, int64_t rows)
 {
     for (int i = 0; i < slot->plan->n_ranges; i++) {
         const struct range *range = &slot->plan->ranges[i];
 
         if (rows >= range->from && rows <= range->rows)
-            return n_parts <= range->parts && block_arena(slot)->graphs[i][1] ? range : NULL;
+            return block_arena(slot)->graphs[i][1] ? range : NULL;
     }
     return NULL;
 }

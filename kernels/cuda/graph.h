@@ -7,9 +7,8 @@
 
 /* The plan's ranges, once its steps are ready; none where launches depend on more than rows. */
 void graph_ranges(struct plan *plan);
-/* The range of a block with so many rows, in so many parts, whose results come in full; NULL where
- * there is no graph. */
-const struct range *graph_range(const struct slot *slot, int64_t rows, int n_parts);
+/* The range of a block with so many rows; NULL where there is no graph. */
+const struct range *graph_range(const struct slot *slot, int64_t rows);
 
 /*
  * Captures every range for the slot `of`, which may be at work, on the stream and in the tables of

@@ -27,7 +27,7 @@ struct segment {
     void *y;
     uint64_t seed;
     uint32_t train;
-    uint32_t unused;
+    uint32_t compact; /* of an outer sum (outer.cu) only the minima */
 };
 
 /* move.cu. One copy of many that a single kernel makes. */

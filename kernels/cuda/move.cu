@@ -10,13 +10,10 @@
 #include "kernels/cuda/hopper.cuh"
 
 #define THREADS 256
+#define AT_ONCE 256 /* pieces: a graph has room for many more than most blocks have */
 
-static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces)
+static __device__ __forceinline__ void copy_vector(const struct piece &piece, uint64_t at)
 {
-    const struct piece piece = pieces[blockIdx.y];
-    uint64_t at = ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16;
-
-    next_launch(); /* while rows come from the host, a product can begin to fetch its weights */
     if (at >= piece.size)
         return;
     if (((uintptr_t)piece.from | (uintptr_t)piece.to) % 16 == 0 && at + 16 <= piece.size) {
@@ -27,13 +24,20 @@ static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct pie
         ((char *)piece.to)[at] = ((const char *)piece.from)[at];
 }
 
+static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces, int n)
+{
+    next_launch(); /* while rows come from the host, a product can begin to fetch its weights */
+    for (int i = (int)blockIdx.y; i < n; i += AT_ONCE)
+        copy_vector(pieces[i], ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16);
+}
+
 extern "C" int pieces_cuda(cudaStream_t stream, const struct piece *pieces, int n,
                            uint64_t size_max, struct report *report)
 {
     uint64_t each = THREADS * 16;
-    dim3 blocks((unsigned)((size_max + each - 1) / each), (unsigned)n);
+    dim3 blocks((unsigned)((size_max + each - 1) / each), (unsigned)(n < AT_ONCE ? n : AT_ONCE));
 
-    pieces_kernel<<<blocks, THREADS, 0, stream>>>(pieces);
+    pieces_kernel<<<blocks, THREADS, 0, stream>>>(pieces, n);
     return CUDA_LAUNCHED(report);
 }
 

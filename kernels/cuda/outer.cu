@@ -3,7 +3,8 @@
  *
  * A tail (tail.cu) for one shape: a row is one number, an add moves the batch to the fastest place,
  * and nothing follows. What is left is one addition per number written, so all that counts is to
- * find n and o with few instructions: one 32-bit division for four neighbours.
+ * find n and o with few instructions: one 32-bit division for four neighbours. A compact result is
+ * m alone, as if o were one.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/hopper.cuh"
@@ -66,7 +67,8 @@ static __global__ void __launch_bounds__(THREADS)
     const struct segment seg = tail.segments[s];
     const float *from = tail.from + seg.row;
     int64_t first = (int64_t)((int32_t)blockIdx.x - tail.tiles[s]) * tail.tile;
-    int64_t elements = seg.rows * tail.elements, o_first = quotient(first, seg.rows);
+    int64_t elements = seg.compact ? seg.rows : seg.rows * tail.elements;
+    int64_t o_first = quotient(first, seg.rows);
     uint32_t rows = (uint32_t)seg.rows, row_first = (uint32_t)(first - o_first * seg.rows);
     uint32_t size = (uint32_t)(elements - first < tail.tile ? elements - first : tail.tile);
 
@@ -82,7 +84,9 @@ static __global__ void __launch_bounds__(THREADS)
 
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            v[k] = k < n ? minimum_of(from + next, tail.keys) + with : 0;
+            v[k] = k < n ? minimum_of(from + next, tail.keys) : 0;
+            if (!seg.compact) /* -0 plus 0 is another number */
+                v[k] += with;
             if (++next == rows) {
                 next = 0;
                 if (++next_o < tail.outer)

@@ -339,7 +339,7 @@ static void describe_graphs(struct plan *plan)
     say(plan, "a CUDA graph for batches of 1 to %lld rows", (long long)plan->ranges[even - 1].rows);
     if (even < plan->n_ranges)
         say(plan, ", %lld to %lld", (long long)last->from, (long long)last->rows);
-    say(plan, ", of at most %d requests\n", last->parts);
+    say(plan, "\n");
 }
 
 static void describe(struct plan *plan)

@@ -12,7 +12,7 @@
 #define SLOTS        4
 #define SEGMENTS_MAX 1024 /* requests, or parts of them, in a block */
 #define TAILS_MAX    (MODEL_STAGES_MAX + 3)
-#define RANGES_MAX   16
+#define RANGES_MAX   64
 
 /* Arrays that a step reads and writes; each slot has its own. */
 enum buffer { BUFFER_X, BUFFER_A, BUFFER_B, BUFFERS };
@@ -60,7 +60,7 @@ struct mask {
     int64_t elements; /* of a row */
 };
 
-/* Batches of `from` to `rows` rows, in at most `parts` parts of requests, are launched alike. */
+/* Blocks of `from` to `rows` rows are launched alike; they have at most `parts` segments. */
 struct range {
     int64_t from, rows;
     int parts;
@@ -101,7 +101,8 @@ struct plan {
     struct step steps[2 * MODEL_STAGES_MAX + 4];
     int n_tails;
     struct tail_step tails[TAILS_MAX];
-    struct tail_step *compact, *fill; /* NULL: none */
+    struct tail_step *compact; /* NULL: no such results, or the last tail writes them, too */
+    struct tail_step *fill;    /* NULL: none */
     int n_masks;
     struct mask masks_drawn[MODEL_STAGES_MAX];
 

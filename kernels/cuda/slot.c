@@ -12,7 +12,8 @@
  *
  * The fill is enqueued with the guard, which raises the flag by itself; a second flag follows it.
  *
- * A COMPUTE phase that is like others (graph.c) is one launch, flag and all.
+ * A COMPUTE phase that is like others (graph.c) is one launch, flag and all; where a download
+ * follows, that graph's flag says nothing new.
  *
  * Nothing is allocated here after slot_new().
  */
@@ -78,12 +79,24 @@ static int end_phase(struct slot *slot, enum phase phase, struct report *report)
     return flag_cuda(slot->stream, slot->flag, ++slot->sequence, report);
 }
 
-/* The whole phase at once. */
+/* The whole phase at once, but for the copy engine's part. */
 static int launch_phase(struct slot *slot, struct report *report)
 {
+    bool any;
+    int r;
+
     slot->phase = PHASE_COMPUTE;
-    slot->tables.recorded->sequence = ++slot->sequence;
-    return graph_launch(slot, report);
+    if (!block_downloads(slot)) {
+        slot->tables.recorded->sequence = ++slot->sequence;
+        return graph_launch(slot, report);
+    }
+    slot->tables.recorded->sequence = slot->sequence;
+    r = graph_launch(slot, report);
+    if (r == 0)
+        r = block_download(slot, &any, report);
+    if (r == 0)
+        r = end_phase(slot, PHASE_COMPUTE, report);
+    return r;
 }
 
 /* 1: a block is in flight; 0: no rows are left; or negative. */
@@ -95,7 +108,7 @@ static int begin_block(struct slot *slot, struct report *report)
     if (!block_next(slot))
         return 0;
     r = block_upload_rows(slot, report);
-    if (r == 0 && slot->range && !block_downloads(slot)) {
+    if (r == 0 && slot->range) {
         r = launch_phase(slot, report);
         return r < 0 ? r : 1;
     }
@@ -121,7 +134,8 @@ static int begin_block(struct slot *slot, struct report *report)
 
 static uint64_t result_bytes(const struct plan *plan, const struct job *job)
 {
-    int64_t elements = job->compact && plan->compact ? plan->compact_elements : plan->out_elements;
+    int64_t elements =
+        job->compact && plan->compact_elements ? plan->compact_elements : plan->out_elements;
 
     return (uint64_t)(job->rows * elements) * dtype_size(plan->dtype);
 }
@@ -130,7 +144,7 @@ static int check_job(const struct plan *plan, const struct job *job)
 {
     if (!job->compact)
         return job->y_size < result_bytes(plan, job) ? -ENOSPC : 0;
-    if (plan->compact)
+    if (plan->compact_elements)
         return job->y_size < result_bytes(plan, job) ? -ENOSPC : 0;
     if (!plan->fill || (job->train && plan->masks))
         return -EINVAL;
@@ -254,7 +268,7 @@ int slot_warm(struct slot *slot, struct plan *plan, struct report *report)
         };
         struct batch batch = {.jobs = &job, .n_jobs = 1, .rows = job.rows};
 
-        if (i >= 2 && !plan->compact)
+        if (i >= 2 && !plan->compact_elements)
             break;
         r = slot_start(slot, plan, &batch, report);
         while (r == 0) {

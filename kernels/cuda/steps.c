@@ -389,7 +389,8 @@ static void add_ends(struct builder *b)
     plan->out_inner = last->tail->tail.inner;
     if (pipeline->outer_sum) {
         plan->compact_elements = last->from_elements;
-        plan->compact = new_tail(plan, LIST_COMPACT, TAIL_DIRECT, last->from_elements);
+        if (!outer_fits(&last->tail->tail))
+            plan->compact = new_tail(plan, LIST_COMPACT, TAIL_DIRECT, last->from_elements);
     }
     if (!plan->proof.constant)
         return;

@@ -26,13 +26,18 @@ struct setting {
     const char *dtype, *precision;
 };
 
-static struct pipeline *build(const struct setting *setting, int groups)
+/* Without the add no graph is captured. */
+static struct pipeline *build(const struct setting *setting, int groups, bool sums)
 {
     struct pipeline *pipeline;
     struct report report;
-    char text[1024];
+    char text[1024], *add;
 
     snprintf(text, sizeof(text), MODEL_A, setting->dtype, setting->precision, K, C, groups, C);
+    add = strstr(text, ",{ op = \"add\"");
+    assert_non_null(add);
+    if (!sums)
+        memcpy(add, ");", sizeof(");"));
     if (fixture_build(&fixture, text, fill, &pipeline, &report) < 0)
         fail_msg("%s", report.text);
     return pipeline;
@@ -44,18 +49,25 @@ struct bench {
     struct plan *plan;
     struct region x, y;
     size_t size; /* of a number */
+    bool sums;   /* it ends with the add */
 };
 
-static struct bench bench_new(const struct setting *setting, int groups, uint32_t rows,
-                              size_t y_size)
+static struct bench bench_of(const struct setting *setting, int groups, bool sums, uint32_t rows,
+                             size_t y_size)
 {
-    struct bench bench = {.pipeline = build(setting, groups)};
+    struct bench bench = {.pipeline = build(setting, groups, sums), .sums = sums};
 
     bench.size = dtype_size(bench.pipeline->dtype);
     bench.plan = device_load(device_get(), bench.pipeline, rows);
     bench.x = region_new(device_get(), (size_t)rows * K * bench.size, true);
     bench.y = region_new(device_get(), y_size, true);
     return bench;
+}
+
+static struct bench bench_new(const struct setting *setting, int groups, uint32_t rows,
+                              size_t y_size)
+{
+    return bench_of(setting, groups, true, rows, y_size);
 }
 
 static void bench_free(struct bench *bench)
@@ -85,7 +97,7 @@ static void bench_run(struct bench *bench, uint32_t first, uint32_t rows, bool w
                       .y_memory = bench->y.memory,
                       .y_size = size,
                       .rows = rows,
-                      .compact = !whole};
+                      .compact = bench->sums && !whole};
 
     device_run(device_get(), bench->plan, &job, 1);
     assert_int_equal(job.result, 0);
@@ -206,12 +218,27 @@ static void test_whole_result(void **state)
     free(y);
 }
 
-/* Rows from `first` on in so many requests, in one kind of memory, against a batch of ALIKE rows.
- */
+/* What rows give, as a batch of ALIKE rows: minima, and all of the result. */
 #define ALIKE 250
 
-static void check_alike(const struct bench *bench, const char *x, const char *want, int first,
-                        int rows, int n, int kind)
+struct results {
+    char *minima, *whole;
+};
+
+static bool is_right(const struct bench *bench, const struct results *want, const struct job *job,
+                     size_t c, int row, int at)
+{
+    const char *right = want->minima + (size_t)at * bench->size, *is = job->y;
+
+    if (job->compact)
+        return memcmp(is + (size_t)row * bench->size, right, bench->size) == 0;
+    right = want->whole + (c * ALIKE + (size_t)at) * bench->size;
+    return memcmp(is + (c * job->rows + (size_t)row) * bench->size, right, bench->size) == 0;
+}
+
+/* Rows from `first` on in so many requests, in one kind of memory; every third is compact. */
+static void check_alike(const struct bench *bench, const char *x, const struct results *want,
+                        int first, int rows, int n, int kind)
 {
     const size_t row_size = K * bench->size;
     struct job *jobs = array((size_t)n, sizeof(*jobs));
@@ -223,8 +250,9 @@ static void check_alike(const struct bench *bench, const char *x, const char *wa
 
         jobs[i] = (struct job){.x = x + (size_t)at * row_size,
                                .y = to,
-                               .y_size = (size_t)share * C * bench->size,
-                               .rows = (uint32_t)share};
+                               .y_size = (size_t)share * (i % 3 == 1 ? 1 : C) * bench->size,
+                               .rows = (uint32_t)share,
+                               .compact = i % 3 == 1};
         sizes[i] = (size_t)share * row_size;
         at += share;
         to += jobs[i].y_size;
@@ -233,31 +261,47 @@ static void check_alike(const struct bench *bench, const char *x, const char *wa
                   rows % 2 * 2 * bench->size);
     for (int i = 0, at = first; i < n; at += (int)jobs[i++].rows) {
         assert_int_equal(jobs[i].result, 0);
-        for (size_t c = 0; c < C; c++)
-            for (int row = at; row < at + (int)jobs[i].rows && row < ALIKE; row++) {
-                const char *is =
-                    (char *)jobs[i].y + (c * jobs[i].rows + (size_t)(row - at)) * bench->size;
-
-                if (memcmp(is, want + (c * ALIKE + (size_t)row) * bench->size, bench->size) != 0)
+        for (size_t c = 0; c < (jobs[i].compact ? 1 : C); c++)
+            for (int row = 0; row < (int)jobs[i].rows && at + row < ALIKE; row++)
+                if (!is_right(bench, want, &jobs[i], c, row, at + row))
                     fail_msg("%d rows from %d in %d requests, memory %d: row %d, channel %zu is "
                              "not as in a batch of %d",
-                             rows, first, n, kind, row, c, ALIKE);
-            }
+                             rows, first, n, kind, at + row, c, ALIKE);
     }
     free(jobs);
     free(sizes);
     free(y);
 }
 
-/* Batches that are launched as a graph, at and between the borders of ranges, against one that
- * never is. */
+/* The minima come from a plan that is launched kernel by kernel. */
+static struct results results_new(const struct setting *setting, struct bench *bench,
+                                  const float *x)
+{
+    struct results want = {array(ALIKE, bench->size), array((size_t)ALIKE * C, bench->size)};
+    struct bench minima = bench_of(setting, GROUPS, false, ALIKE, ALIKE * bench->size);
+    struct plan_info info;
+
+    device_get()->ops->plan_info(minima.plan, &info);
+    if (!strstr(info.text, "launched kernel by kernel"))
+        fail_msg("a graph: %s", info.text);
+    bench_fill(&minima, x, ALIKE);
+    bench_run(&minima, 0, ALIKE, false, want.minima);
+    bench_run(bench, 0, ALIKE, true, want.whole);
+    for (size_t i = 0; i < (size_t)ALIKE * C && bench->size == sizeof(float); i++)
+        assert_true(((float *)want.whole)[i] ==
+                    ((float *)want.minima)[i % ALIKE] + fill("t", (int64_t)(i / ALIKE)));
+    bench_free(&minima);
+    return want;
+}
+
+/* Batches that are launched as a graph, at and between the borders of ranges. */
 static void test_graphs(void **state)
 {
-    enum { MOST = 300 };
+    enum { MOST = 600 };
     static const struct setting settings[] = {
         {"float32", "fp32"}, {"float32", "tf32"}, {"bfloat16", "fp32"}};
-    static const int sizes[] = {1,  2,  7,   8,   9,   16,  17,  33,  64,
-                                65, 81, 112, 128, 144, 192, 193, MOST};
+    static const int sizes[] = {1,   2,   7,   8,   9,   16,  17,  33,  64,  65,  81,
+                                112, 128, 144, 192, 193, 257, 320, 321, 513, MOST};
     float *x = array((size_t)MOST * K, sizeof(*x));
     struct plan_info info;
 
@@ -266,26 +310,27 @@ static void test_graphs(void **state)
     for (size_t s = 0; s < sizeof(settings) / sizeof(*settings); s++) {
         struct bench bench = bench_new(&settings[s], GROUPS, MOST, (size_t)ALIKE * C * 4);
         char *words = array((size_t)MOST * K, bench.size);
-        char *want = array((size_t)ALIKE * C, bench.size);
+        struct results want;
 
         device_get()->ops->plan_info(bench.plan, &info);
-        if (!strstr(info.text, "a CUDA graph for batches of 1 to"))
-            fail_msg("no graph: %s", info.text);
+        if (!strstr(info.text, "a CUDA graph for batches of 1 to 6"))
+            fail_msg("not a graph for every batch: %s", info.text);
         tensor_from_float(bench.pipeline->dtype, x, words, (size_t)MOST * K);
         bench_fill(&bench, x, MOST);
-        bench_run(&bench, 0, ALIKE, true, want);
+        want = results_new(&settings[s], &bench, x);
         for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++)
             for (int kind = 0; kind < 3; kind++) {
                 int rows = sizes[i], first = rows < ALIKE ? (ALIKE - rows) / (kind + 1) : 0;
 
-                check_alike(&bench, words, want, first, rows, 1, kind);
-                check_alike(&bench, words, want, first, rows, rows < 5 ? rows : 5, kind);
+                check_alike(&bench, words, &want, first, rows, 1, kind);
+                check_alike(&bench, words, &want, first, rows, rows < 5 ? rows : 5, kind);
                 if (kind == (int)i % 3)
-                    check_alike(&bench, words, want, first, rows, rows, kind);
+                    check_alike(&bench, words, &want, first, rows, rows, kind);
             }
         bench_free(&bench);
         free(words);
-        free(want);
+        free(want.minima);
+        free(want.whole);
     }
     free(x);
 }
