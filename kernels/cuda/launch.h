@@ -46,14 +46,28 @@ int widen_cuda(cudaStream_t stream, enum dtype dtype, const void *from, float *t
 /* tail.cu: everything that works element by element, ending in memory or in the result. */
 enum tail_source { TAIL_DIRECT, TAIL_NORM, TAIL_ADD, TAIL_CONSTANT };
 
-/* max(x, low), then min(., high); minimum has no low. Or a dropout that masks. */
+enum point_kind {
+    POINT_LIMIT, /* max(x, low), then min(., high); minimum has no low */
+    POINT_MASK,  /* a dropout */
+    POINT_ADD    /* of a tensor that leaves the shape as it is */
+};
+
 struct point {
-    bool dropout;
-    bool zero;   /* p == 1 */
+    enum point_kind kind;
+    int summand; /* which of the tail's */
     int counter; /* which of the block's rows of counters */
+    bool zero;   /* p == 1 */
     float low, high;
     uint32_t keep_below; /* a word below it keeps */
     float scale;
+};
+
+/* A tensor that is the same for every row: a row's dimensions, and how far it goes with each. */
+#define SUMMANDS_MAX 4
+struct summand {
+    const float *tensor;
+    int rank; /* at least 1 */
+    uint32_t dims[TENSOR_RANK_MAX], stride[TENSOR_RANK_MAX];
 };
 
 struct tail {
@@ -80,8 +94,9 @@ struct tail {
         bool nonfinite_spreads;
     } constant;
 
-    int n_points;
+    int n_points, n_summands;
     struct point points[MODEL_STAGES_MAX];
+    struct summand summands[SUMMANDS_MAX];
 
     bool keys; /* `from` is linear_norm_min's keys, and it lets this kernel start while it runs */
     float *to; /* [rows, elements]; NULL: each segment's y, in `dtype` */

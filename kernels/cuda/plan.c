@@ -266,6 +266,17 @@ static int load_fused(const struct builder *b, const struct loader *loader, int 
     return r;
 }
 
+static int load_summands(const struct builder *b, const struct loader *loader,
+                         struct tail_step *step, struct report *report)
+{
+    int r = 0;
+
+    for (int i = 0; i < step->tail.n_summands && r == 0; i++)
+        r = keep_param(b->plan, loader, &b->pipeline->stages[b->summand_of[step->table][i]].weight,
+                       &step->tail.summands[i].tensor, report);
+    return r;
+}
+
 static int load_step(struct builder *b, const struct loader *loader, struct gemm_library *library,
                      int i, struct report *report)
 {
@@ -302,6 +313,8 @@ static int load_step(struct builder *b, const struct loader *loader, struct gemm
     default:
         break;
     }
+    if (r == 0 && step->tail)
+        r = load_summands(b, loader, step->tail, report);
     return r;
 }
 

@@ -4,10 +4,11 @@
  * Stages are taken in order and fused where a fused step exists:
  *   linear + group_norm + amin over all channels     one kernel where linear_norm_min has the
  *                                                    shape, else products, then one (norm_min)
- *   conv3d + group_norm + minimum, clamp, dropout ...   where conv_norm has the shape
- *   group_norm + minimum, clamp, dropout ...         statistics, then one kernel (a tail)
- *   add + minimum, clamp, dropout ...                one tail
- *   minimum, clamp, dropout ...                      one tail
+ *   conv3d + group_norm + points                     where conv_norm has the shape
+ *   group_norm + points                              statistics, then one kernel (a tail)
+ *   an add that changes the shape + points           one tail
+ *   points                                           one tail
+ * Points are minimum, clamp, dropout, and an add that leaves the shape as it is.
  * and the last step always has a tail, because only tails write results. Values go back and forth
  * between two arrays.
  */
@@ -152,6 +153,54 @@ static void add_amin(struct builder *b)
     b->stage++;
 }
 
+static bool same_shape(const struct shape *a, const struct shape *b)
+{
+    for (int d = 0; d < a->rank && a->rank == b->rank; d++)
+        if (a->dims[d] != b->dims[d])
+            return false;
+    return a->rank == b->rank && a->batch == b->batch;
+}
+
+/* Whether a stage can be a point. Kernels count a row's elements in 32 bits then. */
+static bool is_point(const struct stage *stage)
+{
+    return stage &&
+           (stage->op == OP_MINIMUM || stage->op == OP_CLAMP || stage->op == OP_DROPOUT ||
+            (stage->op == OP_ADD && stage->out.batch == 0 && same_shape(&stage->in, &stage->out) &&
+             shape_elements(&stage->out) <= INT32_MAX / 2));
+}
+
+/* Neighbouring dimensions that the tensor goes along with in one way become one. */
+static void add_summand(struct summand *to, const struct stage *stage)
+{
+    uint32_t stride = 1, dims[TENSOR_RANK_MAX], strides[TENSOR_RANK_MAX];
+    int rank = 0;
+
+    for (int d = stage->out.rank - 1; d > 0; d--) {
+        uint32_t n = (uint32_t)stage->out.dims[d], with = (uint32_t)stage->add.tensor.dims[d];
+        uint32_t step = with == 1 ? 0 : stride;
+
+        stride *= with;
+        if (n == 1)
+            continue;
+        if (rank > 0 && step == strides[rank - 1] * dims[rank - 1]) {
+            dims[rank - 1] *= n;
+            continue;
+        }
+        dims[rank] = n;
+        strides[rank++] = step;
+    }
+    if (rank == 0) {
+        dims[0] = 1;
+        strides[rank++] = 0;
+    }
+    to->rank = rank;
+    for (int i = 0; i < rank; i++) { /* outermost first */
+        to->dims[i] = dims[rank - 1 - i];
+        to->stride[i] = strides[rank - 1 - i];
+    }
+}
+
 static void add_point(struct builder *b, struct tail *tail, const struct stage *stage)
 {
     struct point *point = &tail->points[tail->n_points];
@@ -169,11 +218,16 @@ static void add_point(struct builder *b, struct tail *tail, const struct stage *
         if (stage->clamp.has_max)
             point->high = (float)stage->clamp.max;
         break;
+    case OP_ADD:
+        point->kind = POINT_ADD;
+        point->summand = tail->n_summands++;
+        add_summand(&tail->summands[point->summand], stage);
+        break;
     default: /* OP_DROPOUT */
         if (stage->dropout.p == 0)
             return;
         dropout_init(&dropout, stage->dropout.p, 1, 0, 0, DROPOUT_SMS, DROPOUT_THREADS_PER_SM);
-        point->dropout = true;
+        point->kind = POINT_MASK;
         point->zero = dropout.zero;
         point->keep_below = dropout_first_dropped(dropout.keep_below);
         point->scale = dropout.scale;
@@ -185,12 +239,16 @@ static void add_point(struct builder *b, struct tail *tail, const struct stage *
     tail->n_points++;
 }
 
-/* Everything pointwise that follows joins the tail. */
-static void add_points(struct builder *b, struct tail *tail)
+/* Everything pointwise that follows joins the tail, while it has room for adds. */
+static void add_points(struct builder *b, struct tail_step *step)
 {
-    for (const struct stage *stage = next(b, 0); stage; stage = next(b, 0)) {
-        if (stage->op != OP_MINIMUM && stage->op != OP_CLAMP && stage->op != OP_DROPOUT)
+    struct tail *tail = &step->tail;
+
+    for (const struct stage *stage = next(b, 0); is_point(stage); stage = next(b, 0)) {
+        if (stage->op == OP_ADD && tail->n_summands == SUMMANDS_MAX)
             break;
+        if (stage->op == OP_ADD)
+            b->summand_of[step->table][tail->n_summands] = b->stage;
         add_point(b, tail, stage);
         b->stage++;
     }
@@ -236,15 +294,13 @@ static void add_group_norm(struct builder *b)
     tail->norm.channels = stats->channels;
     tail->norm.spatial = stage->group_norm.spatial;
     b->stage++;
-    add_points(b, tail);
+    add_points(b, step->tail);
 }
 
 /* Masks must be drawn four at a time there. */
 static bool tail_is_plain(const struct builder *b)
 {
-    for (int i = 2; next(b, i) && (next(b, i)->op == OP_MINIMUM || next(b, i)->op == OP_CLAMP ||
-                                   next(b, i)->op == OP_DROPOUT);
-         i++)
+    for (int i = 2; is_point(next(b, i)); i++)
         if (next(b, i)->op == OP_DROPOUT && next(b, i)->dropout.p != 0)
             return false;
     return true;
@@ -273,7 +329,7 @@ static bool add_conv_norm(struct builder *b)
     b->norm_of[b->plan->n_steps - 1] = b->stage + 1;
     step->tail = new_tail(b->plan, LIST_ALL, TAIL_DIRECT, elements);
     b->stage += 2;
-    add_points(b, &step->tail->tail);
+    add_points(b, step->tail);
     return true;
 }
 
@@ -330,6 +386,7 @@ static void add_strides(struct tail *tail, const struct stage *stage)
     tail->add.rank = rank;
 }
 
+/* One that changes the shape. */
 static void add_add(struct builder *b)
 {
     const struct stage *stage = next(b, 0);
@@ -340,7 +397,7 @@ static void add_add(struct builder *b)
     tail->inner = count(&stage->out, stage->out.batch + 1, stage->out.rank);
     add_strides(tail, stage);
     b->stage++;
-    add_points(b, tail);
+    add_points(b, step->tail);
 }
 
 static void add_stages(struct builder *b)
@@ -363,11 +420,11 @@ static void add_stages(struct builder *b)
         case OP_AMIN:
             add_amin(b);
             break;
-        case OP_ADD:
-            add_add(b);
-            break;
-        default:
-            add_points(b, &add_tail(b, TAIL_DIRECT, b->elements)->tail->tail);
+        default: /* pointwise */
+            if (is_point(stage))
+                add_points(b, add_tail(b, TAIL_DIRECT, b->elements)->tail);
+            else
+                add_add(b);
             break;
         }
     }
@@ -400,7 +457,7 @@ static void add_ends(struct builder *b)
     fill->constant.value = plan->proof.value;
     fill->constant.nonfinite_spreads = plan->proof.nonfinite_spreads;
     for (int i = 0; i < last->tail->tail.n_points; i++)
-        if (last->tail->tail.points[i].dropout)
+        if (last->tail->tail.points[i].kind == POINT_MASK)
             fill->points[fill->n_points++] = last->tail->tail.points[i];
 }
 

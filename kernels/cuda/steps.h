@@ -19,6 +19,7 @@ struct builder {
     struct conv_norm_shape normed[MODEL_STAGES_MAX];
     int stage_of[2 * MODEL_STAGES_MAX + 4]; /* where a step's weights come from */
     int norm_of[2 * MODEL_STAGES_MAX + 4];  /* and those of its group_norm; -1: none */
+    int summand_of[TAILS_MAX][SUMMANDS_MAX];
 };
 
 void steps_build(struct builder *b);

@@ -1,12 +1,12 @@
 /*
  * tail.cu - the element by element end of a pipeline, in one pass over the data
  *
- * A tail reads a value (as it is, normalised, or added to a tensor), runs it through minimum, clamp
- * and dropout, and writes it: as float32 for the next step, or rounded into each request's result.
- * Requests of a block are dealt to tiles, a block of threads each; a thread takes four neighbours
- * at a time. Neighbours may lie in different rows or channels; the cursor moves over such a border,
- * so that nothing depends on sizes being multiples of four, and 16-byte accesses are used where the
- * addresses allow.
+ * A tail reads a value (as it is, normalised, or spread by an add), runs it through minimum, clamp,
+ * dropout and adds, and writes it: as float32 for the next step, or rounded into each request's
+ * result. Requests of a block are dealt to tiles, a block of threads each; a thread takes four
+ * neighbours at a time. Neighbours may lie in different rows or channels; the cursor moves over
+ * such a border, so that nothing depends on sizes being multiples of four, and 16-byte accesses are
+ * used where the addresses allow.
  *
  * row_kernel is the same for long rows that stay together: no tile crosses a row, so that whatever
  * belongs to the row is found once per tile, and dropout's thread and turn move by addition.
@@ -214,11 +214,13 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = 0; p < tail.n_points; p++) {
             const struct point &point = tail.points[p];
 
-            if (MASK && point.dropout) {
-                mask(tail, point, seg, s, e, n, v);
-            } else if (!point.dropout) {
+            if (point.kind == POINT_LIMIT)
                 limit(point.low, point.high, v);
-            }
+            else if (point.kind == POINT_ADD)
+                add_row(tail.summands[point.summand],
+                        (uint32_t)(e - quotient(e, tail.elements) * tail.elements), v);
+            else if (MASK)
+                mask(tail, point, seg, s, e, n, v);
         }
         if (tail.to)
             store(tail.to, seg.row * tail.elements + e, write, v);
@@ -308,12 +310,12 @@ static __device__ __forceinline__ void walk_row(const struct tail &tail, const s
         for (int p = 0; p < tail.n_points; p++) {
             const struct point &point = tail.points[p];
 
-            if (point.dropout) {
-                if (train)
-                    mask_row(tail, point, place.seg.seed, place.s, stream, v);
-                continue;
-            }
-            limit(point.low, point.high, v);
+            if (point.kind == POINT_LIMIT)
+                limit(point.low, point.high, v);
+            else if (point.kind == POINT_ADD)
+                add_row(tail.summands[point.summand], e, v);
+            else if (train)
+                mask_row(tail, point, place.seg.seed, place.s, stream, v);
         }
         store_row<T>(place.to, place.aligned, e, 0, n, v);
         if (MASK)
@@ -360,7 +362,7 @@ static void launch(cudaStream_t stream, const struct tail *tail, unsigned tiles)
 static bool masks(const struct tail *tail)
 {
     for (int p = 0; p < tail->n_points; p++)
-        if (tail->points[p].dropout)
+        if (tail->points[p].kind == POINT_MASK)
             return true;
     return false;
 }

@@ -72,6 +72,37 @@ static __device__ __forceinline__ void mask_row(const struct tail &tail, const s
         v[k] = dropout_masked(v[k], dropout_word(words, k) < point.keep_below, point.scale);
 }
 
+/* A tensor's numbers for the four elements at e of a row; behind a row's end those of its
+ * beginning.
+ */
+static __device__ __forceinline__ void add_row(const struct summand &summand, uint32_t e,
+                                               float v[WIDTH])
+{
+    const int last = summand.rank - 1;
+    uint32_t left = 0, at = 0; /* in the innermost dimension; in the tensor */
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) {
+        if (left == 0) {
+            uint32_t rest = e + k;
+
+            at = 0;
+#pragma unroll 1
+            for (int d = last; d >= 0; d--) {
+                const uint32_t next = rest / summand.dims[d];
+                const uint32_t index = rest - next * summand.dims[d];
+
+                at += index * summand.stride[d];
+                left = d == last ? summand.dims[d] - index : left;
+                rest = next;
+            }
+        }
+        v[k] += __ldg(&summand.tensor[at]);
+        at += summand.stride[last];
+        left--;
+    }
+}
+
 static __device__ __forceinline__ void limit(float low, float high, float v[WIDTH])
 {
 #pragma unroll

@@ -407,7 +407,8 @@ static __device__ __forceinline__ void end_run(const struct window_run &run)
 
 /* Send */
 
-template <typename TO>
+/* Adds have kernels of their own: what sends has no registers left for what it may not need. */
+template <typename TO, bool ADDS>
 static __device__ __forceinline__ void send_all(const struct window_run &run,
                                                 const struct tail &tail, struct shared &shared,
                                                 const float *values, int warp)
@@ -422,17 +423,19 @@ static __device__ __forceinline__ void send_all(const struct window_run &run,
         barrier_wait(shared_address(&shared.known[s]), round % 2);
         if (slot.tile.row < 0)
             return;
-        if (!slot.end.plain)
-            send_runs<TO, false>(run, tail, slot, values + s * SLOT, warp);
+        if (ADDS)
+            send_runs<TO, FINISH_ADDS>(run, tail, slot, values + s * SLOT, warp);
+        else if (!slot.end.plain)
+            send_runs<TO, FINISH_MASKS>(run, tail, slot, values + s * SLOT, warp);
         else if (fours && (uintptr_t)slot.end.to % (WIDTH * sizeof(TO)) == 0)
             send_fours<TO>(run, slot, values + s * SLOT, warp);
         else
-            send_runs<TO, true>(run, tail, slot, values + s * SLOT, warp);
+            send_runs<TO, FINISH_LIMIT>(run, tail, slot, values + s * SLOT, warp);
         arrive(&shared.sent[s]);
     }
 }
 
-template <typename T, int C, typename TO>
+template <typename T, int C, typename TO, bool ADDS>
 static __global__ void __launch_bounds__(THREADS, 1)
     window_kernel(const __grid_constant__ struct window_run run,
                   const __grid_constant__ struct tail tail)
@@ -464,7 +467,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             norm_all(run, shared, warp - 2);
             end_run(run);
         } else {
-            send_all<TO>(run, tail, shared, values, warp - 2 - NORMERS);
+            send_all<TO, ADDS>(run, tail, shared, values, warp - 2 - NORMERS);
         }
     }
 #endif
@@ -475,7 +478,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
 typedef void (*window_function)(const struct window_run, const struct tail);
 
 struct kernels {
-    window_function to_dtype, to_float; /* the model's, between stages */
+    window_function to_dtype[2], to_float[2]; /* the model's, between stages; the second adds */
     int bytes;
 };
 
@@ -483,7 +486,8 @@ template <typename T, int C> static struct kernels kernels_of_type(void)
 {
     constexpr int halves = sizeof(T) == 4 ? 2 : 1;
 
-    return {window_kernel<T, C, T>, window_kernel<T, C, float>,
+    return {{window_kernel<T, C, T, false>, window_kernel<T, C, T, true>},
+            {window_kernel<T, C, float, false>, window_kernel<T, C, float, true>},
             (BUFFERS * buffer_size<C, halves> + SLOTS * SLOT) * 4};
 }
 
@@ -505,10 +509,13 @@ extern "C" int window_ready(enum dtype dtype, int *ret_blocks, struct report *re
 {
     const struct kernels kernels = kernels_of(dtype);
     int device, processors = 0;
-    int r = allow_shared((const void *)kernels.to_dtype, kernels.bytes, report);
+    int r = 0;
 
-    if (r == 0)
-        r = allow_shared((const void *)kernels.to_float, kernels.bytes, report);
+    for (int adds = 0; adds < 2 && r == 0; adds++) {
+        r = allow_shared((const void *)kernels.to_dtype[adds], kernels.bytes, report);
+        if (r == 0)
+            r = allow_shared((const void *)kernels.to_float[adds], kernels.bytes, report);
+    }
     if (r == 0)
         r = CUDA(report, cudaGetDevice(&device));
     if (r == 0)
@@ -525,8 +532,8 @@ extern "C" int window_cuda(cudaStream_t stream, const struct window_run *run,
     const struct kernels kernels = kernels_of(run->dtype);
     const int64_t items = run->rows * run->tile_sets * run->tiles_all;
     const int blocks = (int)(items < run->blocks ? items : run->blocks);
+    const window_function *of = tail->to ? kernels.to_float : kernels.to_dtype;
 
-    (tail->to ? kernels.to_float
-              : kernels.to_dtype)<<<blocks, THREADS, (size_t)kernels.bytes, stream>>>(*run, *tail);
+    of[tail->n_summands > 0]<<<blocks, THREADS, (size_t)kernels.bytes, stream>>>(*run, *tail);
     return CUDA_LAUNCHED(report);
 }

@@ -112,22 +112,28 @@ struct even_end {
     }
 };
 
+template <bool ADDS>
 static __device__ __forceinline__ void
 finish_four(const struct tail &tail, const struct window_end &to, uint32_t e, float v[WIDTH])
 {
     for (int p = 0; p < tail.n_points; p++) {
         const struct point &point = tail.points[p];
 
-        if (!point.dropout)
+        if (point.kind == POINT_LIMIT)
             limit(point.low, point.high, v);
+        else if (ADDS && point.kind == POINT_ADD)
+            add_row(tail.summands[point.summand], e, v);
         else if (!to.plain)
             mask_row(tail, point, to.seed, to.s,
                      stream_further({to.turn, to.thread, to.threads}, e / WIDTH), v);
     }
 }
 
+/* What is left to do with values: nothing but one limit; or points, masks among them; or adds. */
+enum finish { FINISH_LIMIT, FINISH_MASKS, FINISH_ADDS };
+
 /* One run of a slot, by a warp. */
-template <typename TO, bool UNMASKED>
+template <typename TO, enum finish FINISH>
 static __device__ __forceinline__ void
 send_run(const struct tail &tail, const struct window_end &to, const float *from, uint32_t e,
          int length, float mean, float scale, float shift)
@@ -142,17 +148,17 @@ send_run(const struct tail &tail, const struct window_end &to, const float *from
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             v[k] = __fmaf_rn(v[k] - mean, scale, shift);
-        if (UNMASKED)
+        if (FINISH == FINISH_LIMIT)
             limit(to.low, to.high, v);
         else
-            finish_four(tail, to, e - skip + i, v);
+            finish_four<FINISH == FINISH_ADDS>(tail, to, e - skip + i, v);
         store_row<TO>(to.to, (uintptr_t)to.to % (WIDTH * sizeof(TO)) == 0, e - skip + i,
                       i ? 0 : skip, min(WIDTH, end - i), v);
     }
 }
 
 /* A warp's share of a slot: every DRAINS-th run. */
-template <typename TO, bool UNMASKED>
+template <typename TO, enum finish FINISH>
 static __device__ __forceinline__ void send_runs(const struct window_run &run,
                                                  const struct tail &tail, const struct slot &slot,
                                                  const float *values, int warp)
@@ -170,9 +176,9 @@ static __device__ __forceinline__ void send_runs(const struct window_run &run,
 
 #pragma unroll 1
         for (int c = (warp + i) % DRAINS; c < channels; c += DRAINS)
-            send_run<TO, UNMASKED>(tail, slot.end, values + runs.place(depth, c, line),
-                                   runs.element(c, line), length, slot.mean[c], slot.scale[c],
-                                   slot.shift[c]);
+            send_run<TO, FINISH>(tail, slot.end, values + runs.place(depth, c, line),
+                                 runs.element(c, line), length, slot.mean[c], slot.scale[c],
+                                 slot.shift[c]);
     }
 }
 
@@ -264,9 +270,9 @@ static __device__ void row_end(const struct window_run &run, const struct tail &
         const struct point &point = tail.points[p];
 
         /* Limits in a row are one: minimum and maximum distribute over each other. */
-        if (point.dropout) {
+        if (point.kind == POINT_MASK) {
             end.plain &= !seg.train;
-        } else {
+        } else if (point.kind == POINT_LIMIT) {
             end.low = max_nan(end.low, point.low);
             end.high = min_nan(max_nan(end.high, point.low), point.high);
         }

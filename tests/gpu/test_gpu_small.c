@@ -12,11 +12,12 @@
 #define MODEL(dtype, precision, input)                                        \
     "name = \"m\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"" dtype "\";" \
     "precision = \"" precision "\"; input = { shape = [" input "]; }; stages = ("
-#define LINEAR(out)  "{ op = \"linear\"; weight = \"w\"; bias = \"b\"; out = " out "; },"
-#define CONV3D(out)  "{ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = " out "; kernel = 3; "
-#define NORM(groups) "{ op = \"group_norm\"; groups = " groups "; weight = \"g\"; bias = \"h\"; },"
-#define AMIN         "{ op = \"amin\"; dim = 1; keepdim = true; },"
-#define OUTER(shape) "{ op = \"add\"; tensor = \"t\"; shape = [" shape "]; });"
+#define LINEAR(out)      "{ op = \"linear\"; weight = \"w\"; bias = \"b\"; out = " out "; },"
+#define CONV3D(out)      "{ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = " out "; kernel = 3; "
+#define NORM(groups)     "{ op = \"group_norm\"; groups = " groups "; weight = \"g\"; bias = \"h\"; },"
+#define AMIN             "{ op = \"amin\"; dim = 1; keepdim = true; },"
+#define OUTER(shape)     "{ op = \"add\"; tensor = \"t\"; shape = [" shape "]; });"
+#define ADD(name, shape) "{ op = \"add\"; tensor = \"" name "\"; shape = [" shape "]; },"
 #define POINTS(minimum)                                                                      \
     "{ op = \"minimum\"; value = " minimum "; }, { op = \"clamp\"; min = 0.0; max = 1.0; }," \
     "{ op = \"dropout\"; p = 0.2; });"
@@ -214,6 +215,34 @@ static void small_points(void **state)
         true, true, 1e-2, 1, 9);
 }
 
+/* Adds that leave the shape as it is, among the other points: of every kind of tensor, behind the
+ * fused convolution, behind a norm of its own and behind nothing, in rows of every length; and more
+ * than one pass takes. */
+static void small_adds(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") ADD("t", "16, 1, 1, 1")
+            ADD("u", "3, 1, 10") "{ op = \"clamp\"; min = -2.0; }," ADD("v", "16, 3, 7, 10")
+                POINTS("0.5"),
+        true, true, 1e-4, 1, 4);
+    RUN(MODEL("float16", "fp32", "3, 5, 9, 70") CONV3D("10") "padding = 1; }," NORM("5")
+            ADD("t", "9, 1") "{ op = \"dropout\"; p = 0.2; }," ADD("u", "10, 1, 1, 70")
+                ADD("v", "1") POINTS("0.5"),
+        true, false, 1e-2, 2);
+    RUN(MODEL("float32", "fp32", "3, 4, 9, 11") CONV3D("4") "}," NORM("2") ADD("t", "4, 1, 7, 1")
+            ADD("u", "4, 2, 7, 9") ADD("v", "9") ADD("x", "2, 1, 1") ADD("y", "4, 1, 1, 9")
+                ADD("z", "7, 9") POINTS("0.5"),
+        false, true, 1e-4, 3);
+    RUN(MODEL("float32", "fp32", "4, 15, 20, 30") NORM("2") ADD("t", "4, 1, 1, 1")
+            ADD("u", "15, 1, 30") POINTS("0.5"),
+        true, false, 1e-4, 1, 3);
+    RUN(MODEL("bfloat16", "fp32", "3, 5") ADD("t", "5") ADD("u", "3, 1") POINTS("0.5"), true, true,
+        1e-2, 1, 9);
+    RUN(MODEL("float32", "fp32", "1, 7") ADD("t", "3, 1") ADD("u", "3, 7") ADD("v", "1, 7")
+            POINTS("0.5"),
+        true, true, 1e-4, 1, 9);
+}
+
 /* The guard, the fill, and the full path of rows that the guard stops. */
 static void small_constant(void **state)
 {
@@ -232,6 +261,7 @@ int main(void)
         cmocka_unit_test(small_conv),     cmocka_unit_test(small_conv_library),
         cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
         cmocka_unit_test(small_constant), cmocka_unit_test(small_conv_implicit),
+        cmocka_unit_test(small_adds),
     };
 
     return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
