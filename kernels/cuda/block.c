@@ -12,8 +12,8 @@
  * none (what is in no buffer is inline, at most 32 KiB).
  *
  * Tables (pieces, segments, tiles, counters) are packed in pinned memory and uploaded in one copy
- * before the kernels that read them. Those of a block in one of the plan's ranges have the room and
- * the order of the largest block there, and nothing in what is left, so that its graph finds them.
+ * before the kernels that read them. Those of a block in one of the plan's ranges begin with what
+ * its graph finds out when it runs, where all the others lie among it, and a kernel fetches them.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -52,6 +52,8 @@ static void *device_of(const struct slot *slot, const void *host)
 void block_begin_tables(struct slot *slot, int segments_max)
 {
     slot->tables = (struct tables){.used = 0};
+    if (slot->range)
+        slot->tables.recorded = reserve(slot, sizeof(struct recorded));
     slot->tables.segments = reserve(slot, (uint64_t)segments_max * sizeof(struct segment));
     slot->tables.pieces = reserve(slot, (uint64_t)segments_max * sizeof(struct piece));
 }
@@ -63,7 +65,8 @@ static int32_t tiles_of(const struct tail *tail, int32_t tile, const struct segm
     return (int32_t)tail_tiles(tail, tile, segment->rows);
 }
 
-/* First tiles of a tail's segments, and their number at the end; in a range, the most of them. */
+/* First tiles of a tail's segments, and their number at the end; a graph has blocks for as many as
+ * one request of all rows in its range has. */
 static void add_tiles(struct slot *slot, const struct tail_step *step)
 {
     struct block *block = &slot->block;
@@ -84,8 +87,7 @@ static void add_tiles(struct slot *slot, const struct tail_step *step)
         tiles[i + 1] = tiles[i] + tiles_of(&step->tail, tile, &slot->tables.segments[first + i]);
     block->tile[step->table] = tile;
     slot->tables.tiles[step->table] = tiles;
-    block->n_tiles[step->table] =
-        range ? (int32_t)tail_tiles(&step->tail, tile, rows) + range->parts : tiles[n];
+    block->n_tiles[step->table] = range ? (int32_t)tail_tiles(&step->tail, tile, rows) : tiles[n];
 }
 
 /* Where each of the job's masks begins: a dropout's counter follows from those before it. */
@@ -278,6 +280,20 @@ static int upload_part(struct slot *slot, const struct part *part, char *to, uin
     return 0;
 }
 
+/* There is one tail then, and all results are its own. */
+static void fill_recorded(struct slot *slot)
+{
+    const struct tables *tables = &slot->tables;
+
+    *tables->recorded = (struct recorded){
+        .input = {slot->block.x, slot->block.rows},
+        .table = {device_of(slot, tables->segments), device_of(slot, tables->tiles[0]),
+                  slot->block.n_results},
+        .pieces = {device_of(slot, tables->pieces), tables->n_pieces},
+        .size = (uint32_t)tables->used,
+    };
+}
+
 int block_upload_rows(struct slot *slot, struct report *report)
 {
     uint64_t row_bytes = (uint64_t)slot->plan->in_elements * dtype_size(slot->plan->dtype);
@@ -294,8 +310,7 @@ int block_upload_rows(struct slot *slot, struct report *report)
             r = upload_part(slot, &slot->parts[i], to + row_bytes * (uint64_t)slot->parts[i].row,
                             row_bytes, report);
     if (slot->range)
-        slot->tables.recorded->input =
-            (struct linear_norm_min_input){slot->block.x, slot->block.rows};
+        fill_recorded(slot);
     return r;
 }
 
@@ -340,10 +355,9 @@ static int64_t take_room(const struct slot *slot, const struct job *job, int64_t
 {
     const struct plan *plan = slot->plan;
     uint64_t esize = dtype_size(plan->dtype), in = (uint64_t)plan->in_elements * esize;
-    uint64_t out =
-        (uint64_t)(job->compact && plan->compact_elements ? plan->compact_elements
-                                                          : plan->out_elements) *
-        esize;
+    uint64_t out = (uint64_t)(job->compact && plan->compact_elements ? plan->compact_elements
+                                                                     : plan->out_elements) *
+                   esize;
     uint64_t fit = least((uint64_t)n, (uint64_t)room->rows);
 
     if (job->compact && plan->fill)
@@ -391,24 +405,12 @@ static bool next_parts(struct slot *slot)
     return row > 0;
 }
 
-/* What a graph reads beyond the block's own segments: nothing to do. Returns their number. */
-static int fill_tables(struct slot *slot, int n)
-{
-    struct tables *tables = &slot->tables;
-    int parts = slot->range->parts;
-
-    memset(tables->segments + n, 0, (size_t)(parts - n) * sizeof(*tables->segments));
-    memset(tables->pieces, 0, (size_t)parts * sizeof(*tables->pieces));
-    tables->recorded = reserve(slot, sizeof(*tables->recorded));
-    return parts;
-}
-
 /* Results first, compact ones behind. */
 static void make_segments(struct slot *slot)
 {
     int n = 0;
 
-    block_begin_tables(slot, slot->range ? slot->range->parts : slot->n_parts);
+    block_begin_tables(slot, slot->n_parts);
     for (int compact = 0; compact < 2; compact++) {
         for (int i = 0; i < slot->n_parts; i++) {
             struct part *part = &slot->parts[i];
@@ -423,7 +425,7 @@ static void make_segments(struct slot *slot)
             slot->order[n++] = part;
         }
         if (compact == 0)
-            slot->block.n_results = n = slot->range ? fill_tables(slot, n) : n;
+            slot->block.n_results = n;
     }
     slot->block.n_compact = n - slot->block.n_results;
     block_end_tables(slot, n);
@@ -439,27 +441,22 @@ bool block_next(struct slot *slot)
 }
 
 int block_record(struct slot *slot, const struct slot *of, const struct range *range, bool gathers,
-                 const struct recorded **ret, struct report *report)
+                 struct report *report)
 {
-    const struct recorded *recorded;
-    const struct piece *pieces;
-    char *own = slot->at_device;
+    const struct recorded *host = (const struct recorded *)of->host;
+    const struct recorded *recorded = (const struct recorded *)of->at_device;
     int r;
 
     slot->range = range;
     slot->n_parts = 0;
     slot->block.rows = range->rows;
     make_segments(slot);
-    slot->at_device = of->at_device; /* its tables will lie as this slot's do */
-    find_tables(slot);
-    recorded = device_of(slot, slot->tables.recorded);
-    pieces = device_of(slot, slot->tables.pieces);
-    slot->at_device = own;
-    r = CUDA(report, cudaMemcpyAsync(of->at_device, of->host, slot->tables.used,
-                                     cudaMemcpyHostToDevice, slot->stream));
+    slot->block.recorded = recorded;
+    slot->block.gathers = gathers;
+    r = tables_cuda(slot->stream, host, &host->size, of->at_device, report);
     if (r == 0 && gathers)
-        r = pieces_cuda(slot->stream, pieces, range->parts, BLOCK_PIECE_MAX, report);
-    slot->block.input = &recorded->input;
-    *ret = recorded;
+        r = pieces_from_cuda(slot->stream, &recorded->pieces,
+                             range->rows < SEGMENTS_MAX ? (int)range->rows : SEGMENTS_MAX,
+                             BLOCK_PIECE_MAX, report);
     return r;
 }

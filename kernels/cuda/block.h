@@ -33,12 +33,6 @@ struct part {
     struct copy copy;
 };
 
-/* What a graph's kernels read that others are launched with. */
-struct recorded {
-    struct linear_norm_min_input input;
-    uint32_t sequence; /* the flag's value */
-};
-
 /* Packed tables in the making: offsets within table memory. */
 struct tables {
     uint64_t used;
@@ -69,8 +63,7 @@ struct slot {
     unsigned job;    /* where the next block begins */
     int64_t job_row; /* of those that the job has in this batch */
     struct block block;
-    const struct range
-        *range; /* the block's, if one has it: its tables are as a graph reads them */
+    const struct range *range; /* the block's, if one has it: its tables begin with `recorded` */
     int n_parts;
     struct part parts[2 * SEGMENTS_MAX]; /* one a segment, and one a full row of a compact result */
     struct part *order[SEGMENTS_MAX];    /* the part that each segment belongs to */
@@ -88,10 +81,9 @@ bool block_travels(const struct slot *slot);
 /* Some of what kernels write must be brought to its place by the copy engine. */
 bool block_downloads(const struct slot *slot);
 /* Enqueues on the slot's stream how the tables, and with `gathers` the rows, of any block in that
- * range come to the device for the slot `of`, and makes slot->block one with room for all of them.
- * `ret` is where its `recorded` will lie there. */
+ * range come to the device for the slot `of`, and makes slot->block one that stands for them. */
 int block_record(struct slot *slot, const struct slot *of, const struct range *range, bool gathers,
-                 const struct recorded **ret, struct report *report);
+                 struct report *report);
 /* Brings what kernels wrote elsewhere to its place: by the copy engine, enqueued; by the CPU, once
  * the block has ended. */
 int block_download(struct slot *slot, bool *ret_any, struct report *report);

@@ -4,7 +4,7 @@
  * Kernel by kernel a small batch costs the engine's thread four times as long as its graph, and
  * starts later (BENCH.md). For linear, group_norm, amin and an outer sum everything that is
  * launched depends on the range of the rows alone: x, the number of rows, requests, their places
- * and the flag's count are read from the slot's tables, which a graph uploads first. So there is
+ * and the flag's count are read from the slot's tables, which a graph fetches first. So there is
  * one graph for each slot and range, and one more that gathers rows by a kernel. They are made at
  * load and never updated; nothing is captured, and no memory taken, while serving.
  *
@@ -18,7 +18,7 @@
 static bool launched_alike(const struct plan *plan)
 {
     return plan->n_steps == 2 && plan->steps[0].kind == STEP_LINEAR_NORM_MIN &&
-           outer_fits(&plan->steps[1].tail->tail) && !plan->fill && plan->n_masks == 0;
+           outer_fits(&plan->steps[1].tail->tail) && plan->n_tails == 1;
 }
 
 /* From these rows on; returns the first behind the range. */
@@ -28,8 +28,7 @@ static int64_t add_range(struct plan *plan, int64_t from)
 
     if (rows == 0)
         return (int64_t)plan->rows_max + 1;
-    plan->ranges[plan->n_ranges++] =
-        (struct range){from, rows, rows < SEGMENTS_MAX ? (int)rows : SEGMENTS_MAX};
+    plan->ranges[plan->n_ranges++] = (struct range){from, rows};
     return rows + 1;
 }
 
@@ -65,13 +64,12 @@ static int record(struct slot *slot, const struct slot *of, const struct range *
                   struct report *report)
 {
     struct plan *plan = slot->plan;
-    const struct recorded *recorded;
-    int r = block_record(slot, of, range, gathers, &recorded, report);
+    int r = block_record(slot, of, range, gathers, report);
 
     if (r == 0)
         r = plan_run(plan, &plan->arenas[of->index], slot->stream, &slot->block, report);
     if (r == 0)
-        r = flag_from_cuda(slot->stream, of->flag, &recorded->sequence, report);
+        r = flag_from_cuda(slot->stream, of->flag, &slot->block.recorded->sequence, report);
     return r;
 }
 
@@ -109,7 +107,7 @@ int graph_capture(struct slot *slot, const struct slot *of, struct plan *plan,
     for (int i = 0; i < plan->n_ranges && r == 0; i++)
         for (int gathers = 0; gathers < 2 && r == 0; gathers++)
             r = capture(slot, of, &plan->ranges[i], gathers, &arena->graphs[i][gathers], report);
-    slot->block.input = NULL;
+    slot->block.recorded = NULL;
     if (r == 0)
         r = CUDA(report, cudaStreamSynchronize(slot->stream)); /* they have been uploaded */
     return r < 0 ? report_prefix(report, r, "a CUDA graph: ") : 0;

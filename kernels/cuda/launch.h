@@ -39,6 +39,20 @@ struct piece {
 int pieces_cuda(cudaStream_t stream, const struct piece *pieces, int n, uint64_t size_max,
                 struct report *report);
 
+/* The same for a graph, which finds out when it runs: at most `most` of them. */
+struct piece_table {
+    const struct piece *pieces;
+    int n;
+};
+int pieces_from_cuda(cudaStream_t stream, const struct piece_table *table, int most,
+                     uint64_t size_max, struct report *report);
+
+/* Copies as many bytes as it finds out, a multiple of 16, from pinned host memory, where at least
+ * TABLES_AHEAD bytes are. */
+#define TABLES_AHEAD 4096
+int tables_cuda(cudaStream_t stream, const void *from, const uint32_t *size, void *to,
+                struct report *report);
+
 /* n numbers of `dtype` to float32. */
 int widen_cuda(cudaStream_t stream, enum dtype dtype, const void *from, float *to, int64_t n,
                struct report *report);
@@ -68,6 +82,13 @@ struct summand {
     const float *tensor;
     int rank; /* at least 1 */
     uint32_t dims[TENSOR_RANK_MAX], stride[TENSOR_RANK_MAX];
+};
+
+/* Where a captured tail finds its segments when it runs. */
+struct tail_table {
+    const struct segment *segments;
+    const int32_t *tiles;
+    int n_segments;
 };
 
 struct tail {
@@ -106,7 +127,8 @@ struct tail {
     const struct segment *segments;
     const int32_t *tiles; /* [n_segments + 1]: first tile of each */
     int n_segments;
-    const uint64_t *counters; /* [dropouts, counter_pitch]: offset / 4 */
+    const struct tail_table *table; /* NULL, or instead of these three: outer.cu alone knows it */
+    const uint64_t *counters;       /* [dropouts, counter_pitch]: offset / 4 */
     int64_t counter_pitch;
 };
 

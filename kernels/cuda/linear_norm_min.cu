@@ -309,7 +309,8 @@ extern "C" int64_t linear_norm_min_filled(const struct linear_norm_min *fused, i
 }
 
 static int run_piece(const struct linear_norm_min *fused, cudaStream_t stream, const void *x,
-                     struct product_run *run, uint64_t scales_size, struct report *report)
+                     struct product_run *run, uint64_t scales_size, bool early,
+                     struct report *report)
 {
     const struct cut cut = cut_of(fused, run->n);
     CUtensorMap scales = {};
@@ -318,7 +319,7 @@ static int run_piece(const struct linear_norm_min *fused, cudaStream_t stream, c
     run->tile = cut.tile;
     r = map_scales(fused, run, scales_size, &scales, report);
     if (r == 0)
-        r = rows_cuda(stream, fused->kind, cut.rows, x, fused->shape.in, run, report);
+        r = rows_cuda(stream, fused->kind, cut.rows, x, fused->shape.in, run, early, report);
     if (r < 0)
         return r;
     if (cut.way == NARROW)
@@ -338,7 +339,7 @@ extern "C" const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fu
 extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream,
                                    void *work, const void *x,
                                    const struct linear_norm_min_input *input, int64_t rows,
-                                   float *to, struct report *report)
+                                   float *to, bool early, struct report *report)
 {
     const int64_t row_size = fused->shape.in * (int64_t)dtype_size(fused->shape.dtype);
     struct sizes s = sizes_of(&fused->shape);
@@ -353,7 +354,8 @@ extern "C" int linear_norm_min_run(const struct linear_norm_min *fused, cudaStre
     for (int64_t at = 0; at < rows && r == 0; at += run.n, run.keys += run.n) {
         run.n = rows - at < PIECE_ROWS ? rows - at : PIECE_ROWS;
         run.to = to ? to + at : NULL;
-        r = run_piece(fused, stream, (const char *)x + at * row_size, &run, s.scales, report);
+        r = run_piece(fused, stream, (const char *)x + at * row_size, &run, s.scales,
+                      early || at > 0, report);
     }
     return r;
 }

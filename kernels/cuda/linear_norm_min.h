@@ -56,11 +56,12 @@ int64_t linear_norm_min_filled(const struct linear_norm_min *fused, int64_t rows
  * x [rows, in] to the minima of the rows, float32. Only enqueues. With `to` NULL they stay in the
  * work space as keys (cuda.cuh) until its next use, and a kernel may be launched that starts early
  * (launch_early() in hopper.cuh). With `input` x and rows are what lies there when the kernels run,
- * at most as many rows as here.
+ * at most as many rows as here. `early`: this may start while what is in front of it ends, and so
+ * may what is behind; what that one reads before it waits must have been there already.
  */
 int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream, void *work,
                         const void *x, const struct linear_norm_min_input *input, int64_t rows,
-                        float *to, struct report *report);
+                        float *to, bool early, struct report *report);
 
 const uint32_t *linear_norm_min_keys(const struct linear_norm_min *fused, const void *work);
 

@@ -2,7 +2,8 @@
  * move.cu - small things that a stream does between the steps
  *
  * pieces: the rows of many small requests, gathered by one kernel straight from pinned client pages
- * or device memory; one copy each would cost more in launches than in bytes. flag: the last kernel
+ * or device memory; one copy each would cost more in launches than in bytes. tables: what a graph's
+ * kernels find out when they run, as much of it as there is. flag: the last kernel
  * of a batch, which tells the host through a word in pinned memory. widen: 16-bit input of a stage
  * that computes in float32.
  */
@@ -24,20 +25,70 @@ static __device__ __forceinline__ void copy_vector(const struct piece &piece, ui
         ((char *)piece.to)[at] = ((const char *)piece.from)[at];
 }
 
-static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces, int n)
+static __device__ __forceinline__ void copy_pieces(const struct piece *pieces, int n)
 {
     next_launch(); /* while rows come from the host, a product can begin to fetch its weights */
     for (int i = (int)blockIdx.y; i < n; i += AT_ONCE)
         copy_vector(pieces[i], ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16);
 }
 
+static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces, int n)
+{
+    copy_pieces(pieces, n);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    pieces_from_kernel(const struct piece_table *table)
+{
+    copy_pieces(table->pieces, table->n);
+}
+
+static dim3 blocks_of(int n, uint64_t size_max)
+{
+    const uint64_t each = THREADS * 16;
+
+    return dim3((unsigned)((size_max + each - 1) / each), (unsigned)(n < AT_ONCE ? n : AT_ONCE));
+}
+
 extern "C" int pieces_cuda(cudaStream_t stream, const struct piece *pieces, int n,
                            uint64_t size_max, struct report *report)
 {
-    uint64_t each = THREADS * 16;
-    dim3 blocks((unsigned)((size_max + each - 1) / each), (unsigned)(n < AT_ONCE ? n : AT_ONCE));
+    pieces_kernel<<<blocks_of(n, size_max), THREADS, 0, stream>>>(pieces, n);
+    return CUDA_LAUNCHED(report);
+}
 
-    pieces_kernel<<<blocks, THREADS, 0, stream>>>(pieces, n);
+extern "C" int pieces_from_cuda(cudaStream_t stream, const struct piece_table *table, int most,
+                                uint64_t size_max, struct report *report)
+{
+    pieces_from_kernel<<<blocks_of(most, size_max), THREADS, 0, stream>>>(table);
+    return CUDA_LAUNCHED(report);
+}
+
+/* The first block does not wait for the size. That is not volatile: all threads' reads of it, which
+ * go over the bus, would be as many, and took 64 us. */
+static __global__ void __launch_bounds__(THREADS)
+    tables_kernel(const uint4 *from, const uint32_t *size, uint4 *to)
+{
+    uint32_t at = blockIdx.x * THREADS + threadIdx.x, end;
+    uint4 v = make_uint4(0, 0, 0, 0);
+
+    static_assert(TABLES_AHEAD == THREADS * sizeof(v), "a block's");
+    if (blockIdx.x == 0)
+        v = from[at];
+    end = *size / sizeof(v);
+    if (blockIdx.x == 0 && at < end)
+        to[at] = v;
+    if (blockIdx.x == 0)
+        at += gridDim.x * THREADS;
+#pragma unroll 4
+    for (; at < end; at += gridDim.x * THREADS)
+        to[at] = from[at];
+}
+
+extern "C" int tables_cuda(cudaStream_t stream, const void *from, const uint32_t *size, void *to,
+                           struct report *report)
+{
+    tables_kernel<<<8, THREADS, 0, stream>>>((const uint4 *)from, size, (uint4 *)to);
     return CUDA_LAUNCHED(report);
 }
 

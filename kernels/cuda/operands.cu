@@ -223,22 +223,25 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" int rows_cuda(cudaStream_t stream, enum product_kind kind, int64_t rows, const void *x,
-                         int64_t in, const struct product_run *run, struct report *report)
+                         int64_t in, const struct product_run *run, bool early,
+                         struct report *report)
 {
     void *arguments[] = {(void *)&x, (void *)&in, (void *)run};
-    const dim3 chunks((unsigned)((in + THREADS - 1) / THREADS), (unsigned)(rows / 8));
+    const unsigned threads = kind == PRODUCT_SINGLE ? WHOLE : THREADS;
+    const void *kernel = (const void *)plain_rows_kernel;
+    dim3 blocks((unsigned)((in + THREADS - 1) / THREADS), (unsigned)(rows / 8));
 
-    if (kind == PRODUCT_EXACT)
-        return launch_early((const void *)exact_rows_kernel, chunks, 1, THREADS, 0, stream,
-                            arguments, report);
-    if (kind != PRODUCT_SINGLE)
-        return launch_early((const void *)plain_rows_kernel, chunks, 1, THREADS, 0, stream,
-                            arguments, report);
-    if (rows > SINGLE_MANY)
-        return launch_early((const void *)single_rows_kernel<4>, dim3(1, (unsigned)(rows / 4)), 1,
-                            WHOLE, 0, stream, arguments, report);
-    return launch_early((const void *)single_rows_kernel<1>, dim3(1, (unsigned)rows), 1, WHOLE, 0,
-                        stream, arguments, report);
+    if (kind == PRODUCT_EXACT) {
+        kernel = (const void *)exact_rows_kernel;
+    } else if (kind == PRODUCT_SINGLE) {
+        const bool many = rows > SINGLE_MANY;
+
+        kernel = many ? (const void *)single_rows_kernel<4> : (const void *)single_rows_kernel<1>;
+        blocks = dim3(1, (unsigned)(many ? rows / 4 : rows));
+    }
+    if (early)
+        return launch_early(kernel, blocks, 1, threads, 0, stream, arguments, report);
+    return CUDA(report, cudaLaunchKernel(kernel, blocks, dim3(threads), arguments, 0, stream));
 }
 
 /* A group's channels at column k, less their mean; the mean is taken in double. */

@@ -19,6 +19,19 @@ static __device__ __forceinline__ float minimum_of(const float *from, bool keys)
     return keys ? of_key(__float_as_uint(v)) : v;
 }
 
+/* Which of n segments, at most 1024, the tile is in: by two loads of a warp, one behind the other.
+ * Behind a large product no block starts early enough to hide ten of them. */
+static __device__ __forceinline__ int segment_of(const int32_t *tiles, int n, int32_t tile)
+{
+    const int lane = threadIdx.x % WARP, step = (n + WARP - 1) / WARP;
+    int at = lane * step, group;
+
+    group = WARP - 1 - __clz(__ballot_sync(~0u, at < n && tiles[at] <= tile));
+    at = group * step + lane;
+    return group * step + WARP - 1 -
+           __clz(__ballot_sync(~0u, lane < step && at < n && tiles[at] <= tile));
+}
+
 template <typename T>
 static __device__ __forceinline__ void outer_store(T *y, const struct segment &seg, int64_t e,
                                                    int64_t o, uint32_t row, int n,
@@ -49,24 +62,11 @@ static __device__ __forceinline__ void outer_store(T *y, const struct segment &s
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(THREADS)
-    outer_kernel(const __grid_constant__ struct tail tail)
+static __device__ __forceinline__ void write_tile(const struct tail &tail,
+                                                  const struct segment &seg, int32_t tile)
 {
-    int s = 0;
-
-    if (tail.tiles[tail.n_segments] <= (int32_t)blockIdx.x) /* a graph has blocks for the most */
-        return;
-    for (int high = tail.n_segments - 1; s < high;) {
-        int middle = (s + high + 1) / 2;
-
-        if (tail.tiles[middle] <= (int32_t)blockIdx.x)
-            s = middle;
-        else
-            high = middle - 1;
-    }
-    const struct segment seg = tail.segments[s];
     const float *from = tail.from + seg.row;
-    int64_t first = (int64_t)((int32_t)blockIdx.x - tail.tiles[s]) * tail.tile;
+    int64_t first = (int64_t)tile * tail.tile;
     int64_t elements = seg.compact ? seg.rows : seg.rows * tail.elements;
     int64_t o_first = quotient(first, seg.rows);
     uint32_t rows = (uint32_t)seg.rows, row_first = (uint32_t)(first - o_first * seg.rows);
@@ -95,6 +95,29 @@ static __global__ void __launch_bounds__(THREADS)
         }
         outer_store((T *)seg.y, seg, first + at, o, row, n, v);
     }
+}
+
+/* A block a tile; of a graph, whose blocks are as many as one request of all rows has, sometimes
+ * several. */
+template <typename T>
+static __global__ void __launch_bounds__(THREADS)
+    outer_kernel(const __grid_constant__ struct tail tail)
+{
+    int32_t tile = (int32_t)blockIdx.x, end;
+
+#pragma unroll 1
+    do {
+        struct tail_table table = {tail.segments, tail.tiles, tail.n_segments};
+
+        if (tail.table)
+            table = *tail.table;
+        end = table.tiles[table.n_segments];
+
+        const int s = segment_of(table.tiles, table.n_segments, tile);
+
+        if (tile < end)
+            write_tile<T>(tail, table.segments[s], tile - table.tiles[s]);
+    } while ((tile += (int32_t)gridDim.x) < end);
 }
 
 extern "C" bool outer_fits(const struct tail *tail)

@@ -60,10 +60,18 @@ struct mask {
     int64_t elements; /* of a row */
 };
 
-/* Blocks of `from` to `rows` rows are launched alike; they have at most `parts` segments. */
+/* Blocks of `from` to `rows` rows are launched alike. */
 struct range {
     int64_t from, rows;
-    int parts;
+};
+
+/* What a graph's kernels find out when they run: at the beginning of a block's tables. */
+struct recorded {
+    struct linear_norm_min_input input;
+    struct tail_table table;
+    struct piece_table pieces;
+    uint32_t size;     /* of all tables */
+    uint32_t sequence; /* the flag's value */
 };
 
 /* A slot's work space for this plan. */
@@ -129,7 +137,8 @@ struct block {
     int32_t n_tiles[TAILS_MAX], tile[TAILS_MAX];
     const uint64_t *counters;
     int64_t counter_pitch;
-    const struct linear_norm_min_input *input; /* NULL, or that of a block that is captured */
+    const struct recorded *recorded; /* of a block that is captured, on the device; else NULL */
+    bool gathers;                    /* it has a kernel that gathers rows */
 };
 
 /* Takes the weights it needs from the pipeline. No work space yet. */

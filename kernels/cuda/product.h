@@ -59,9 +59,9 @@ struct product_run {
 };
 
 /* x [n, in] to `rows` rows (a multiple of the tile, which is one of 8), zeros past n; starts the
- * minima. */
+ * minima. `early` as in linear_norm_min.h. */
 int rows_cuda(cudaStream_t stream, enum product_kind kind, int64_t rows, const void *x, int64_t in,
-              const struct product_run *run, struct report *report);
+              const struct product_run *run, bool early, struct report *report);
 /* weight [slabs * SLAB, in], bias, gamma and beta (or NULL), all float32, to their places. */
 int weights_cuda(cudaStream_t stream, enum product_kind kind, const float *weight, int64_t in,
                  const float *bias, const float *gamma, const float *beta,

@@ -74,6 +74,8 @@ static struct tail tail_of(const struct arena *arena, const struct block *block,
     tail.tile = block->tile[step->table];
     tail.counters = block->counters;
     tail.counter_pitch = block->counter_pitch;
+    if (block->recorded)
+        tail.table = &block->recorded->table;
     return tail;
 }
 
@@ -189,8 +191,10 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             r = run_linear(plan, arena, stream, step, block->rows, from, to, report);
             break;
         case STEP_LINEAR_NORM_MIN:
-            r = linear_norm_min_run(step->fused, stream, arena->fused, from, block->input,
-                                    block->rows, keys_suffice(plan, block, i) ? NULL : to, report);
+            r = linear_norm_min_run(step->fused, stream, arena->fused, from,
+                                    block->recorded ? &block->recorded->input : NULL, block->rows,
+                                    keys_suffice(plan, block, i) ? NULL : to,
+                                    !block->recorded || block->gathers, report);
             break;
         case STEP_CONV3D:
             r = conv_run(step->conv, stream, arena->workspace, from, block->rows, to, report);

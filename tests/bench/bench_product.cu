@@ -122,7 +122,7 @@ static void library_run(const struct library *library)
 
 static void bench_run(const struct bench *bench, int64_t rows)
 {
-    NEED(linear_norm_min_run(bench->fused, stream, bench->work, bench->x, NULL, rows, NULL,
+    NEED(linear_norm_min_run(bench->fused, stream, bench->work, bench->x, NULL, rows, NULL, true,
                              &report));
     NEED(outer_cuda(stream, &bench->tail, bench->n_tiles, &report));
 }
