@@ -22,9 +22,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "proto/base.h"
 
 #define DEVICE_GRANULE (UINT64_C(2) << 20) /* of CUDA's virtual memory */
+
+void buffers_note(struct buffers *buffers, pid_t pid, uint64_t now_us)
+{
+    struct computed *computed = buffers->computed;
+
+    if (computed[0].pid != pid)
+        computed[1] = computed[0];
+    computed[0] = (struct computed){pid, now_us};
+}
+
+/* pid 0 is anybody out of sight. */
+static bool others_compute(const struct buffers *buffers, pid_t pid)
+{
+    const struct computed *other = &buffers->computed[0];
+
+    if (pid != 0 && other->pid == pid)
+        other++;
+    return other->at_us > 0 && clock_us() - other->at_us < 1000000;
+}
 
 static void free_now(struct buffer *buffer)
 {
@@ -48,8 +68,8 @@ static int make_host(struct buffer *buffer)
     buffer->fd = close_fd(buffer->fd);
     /* Pinned by one, for all of them. */
     if (r == 0 && device->ops->pin)
-        r = device->ops->pin(device->backends[0], buffer->shm.data, buffer->size, &buffer->memory,
-                             &buffer->report);
+        r = device->ops->pin(device->backends[0], buffer->shm.data, buffer->size, buffer->gently,
+                             &buffer->memory, &buffer->report);
     if (!is_foreign)
         buffer->fd = take_fd(&buffer->shm.fd);
     else
@@ -85,9 +105,9 @@ static void done_make(struct work *work)
     buffer->made(buffer, buffer->context);
 }
 
-int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, unsigned device,
-                uint64_t size, int fd, void (*made)(struct buffer *buffer, void *context),
-                void *context)
+int buffer_make(struct buffers *buffers, struct uid *uid, pid_t pid, enum buffer_kind kind,
+                unsigned device, uint64_t size, int fd,
+                void (*made)(struct buffer *buffer, void *context), void *context)
 {
     uint64_t charged_bytes = size;
     struct buffer *buffer;
@@ -117,6 +137,8 @@ int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind,
     buffer->kind = kind;
     buffer->device = device;
     buffer->size = size;
+    buffer->pid = pid;
+    buffer->gently = others_compute(buffers, pid);
     buffer->charged_bytes = charged_bytes;
     buffer->reserve_bytes = buffers->device_reserve_bytes;
     buffer->created = fd < 0 && kind == BUFFER_HOST;
@@ -156,7 +178,7 @@ static void run_free(struct work *work)
     if (buffer->memory && buffer->kind == BUFFER_CUDA)
         device->ops->memory_free(device->backends[buffer->device], buffer->memory);
     else if (buffer->memory)
-        device->ops->unpin(device->backends[0], buffer->memory);
+        device->ops->unpin(device->backends[0], buffer->memory, buffer->gently);
     if (buffer->discard)
         shm_discard(&buffer->shm);
     shm_deinit(&buffer->shm);
@@ -176,6 +198,7 @@ struct buffer *buffer_unref(struct buffer *buffer)
         return NULL;
     assert(LIST_EMPTY(&buffer->uses));
     buffer->discard = buffer->created && !buffer->owner->keep;
+    buffer->gently = others_compute(buffer->owner, buffer->pid);
     work_queue(buffer->owner->works, &buffer->uid->works, &buffer->work, run_free, done_free);
     return NULL;
 }

@@ -35,6 +35,8 @@ struct buffer {
     uint64_t charged_bytes; /* to the uid: device memory comes in whole granules */
     uint64_t reserve_bytes; /* that the device must have left */
     struct shm shm;         /* of a host buffer */
+    pid_t pid;              /* whose it is */
+    bool gently;            /* others compute while it is made, or freed */
     struct memory *memory;  /* pinned pages, NULL when the backend pins nothing; device memory */
     LIST_HEAD(, buffer_use) uses;
 
@@ -50,6 +52,12 @@ struct buffer {
     void *context;
 };
 
+/* The last time that a process had something computed. */
+struct computed {
+    pid_t pid;
+    uint64_t at_us;
+};
+
 /* What all buffers of a server share. */
 struct buffers {
     struct works *works;
@@ -57,8 +65,13 @@ struct buffers {
     struct spares spares;
     bool device_memory; /* the backend has BUFFER_CUDA */
     uint64_t device_reserve_bytes;
+    struct computed computed[2]; /* by the last process, and by the last other one */
     bool keep; /* the daemon ends: clients keep what they have, for the next one */
 };
+
+/* That process has something computed. Until a second later buffers of others are pinned, and given
+ * up, gently: its own may be in its way. */
+void buffers_note(struct buffers *buffers, pid_t pid, uint64_t now_us);
 
 /*
  * Makes a buffer on a helper thread: fresh memory, or the client's (fd >= 0, consumed whatever
@@ -68,9 +81,9 @@ struct buffers {
  * -EDQUOT, -EBUSY, -ENOMEM, or -EOPNOTSUPP for device memory that the backend has not: nothing was
  * begun.
  */
-int buffer_make(struct buffers *buffers, struct uid *uid, enum buffer_kind kind, unsigned device,
-                uint64_t size, int fd, void (*made)(struct buffer *buffer, void *context),
-                void *context);
+int buffer_make(struct buffers *buffers, struct uid *uid, pid_t pid, enum buffer_kind kind,
+                unsigned device, uint64_t size, int fd,
+                void (*made)(struct buffer *buffer, void *context), void *context);
 
 /* The address of a byte as the backend takes it: of the host, or of the device. */
 void *buffer_at(const struct buffer *buffer, uint64_t offset);

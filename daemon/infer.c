@@ -336,7 +336,9 @@ static void submit(struct conn *conn, const struct proto_request *message, struc
         else
             check->error = request_error(VERB_INFER, r);
         request_free(request);
+        return;
     }
+    buffers_note(&conn->server->buffers, conn->peer.pid, now_us);
 }
 
 void infer_start(struct conn *conn, const struct proto_request *message, uint64_t now_us)

@@ -44,7 +44,7 @@ static void run_free(struct work *work)
     const struct device *device = spare->owner->device;
 
     if (spare->memory)
-        device->ops->unpin(device->backends[0], spare->memory);
+        device->ops->unpin(device->backends[0], spare->memory, true);
     shm_deinit(&spare->shm);
 }
 
@@ -74,7 +74,7 @@ static void run_make(struct work *work)
 
     spare->result = shm_create(spare->size, &spare->shm);
     if (spare->result == 0 && device->ops->pin)
-        spare->result = device->ops->pin(device->backends[0], spare->shm.data, spare->size,
+        spare->result = device->ops->pin(device->backends[0], spare->shm.data, spare->size, true,
                                          &spare->memory, &spare->report);
 }
 

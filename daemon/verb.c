@@ -188,7 +188,8 @@ static void make_buffer(struct conn *conn, const struct proto_request *message,
         return;
     }
     server->n_client_works++;
-    r = buffer_make(&server->buffers, conn->uid, kind, device, size, fd, on_buffer_made, request);
+    r = buffer_make(&server->buffers, conn->uid, conn->peer.pid, kind, device, size, fd,
+                    on_buffer_made, request);
     if (r == 0)
         return;
     server->n_client_works--;

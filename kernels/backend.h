@@ -15,7 +15,7 @@
 #include "pipeline.h"
 #include "report.h"
 
-#define BACKEND_ABI         2
+#define BACKEND_ABI         3
 #define BACKEND_SYMBOL      "fused_backend"
 #define BACKEND_SLOTS_MAX   8
 #define BACKEND_COSTS_MAX   16
@@ -132,10 +132,11 @@ struct backend_ops {
     int (*poll)(struct backend *backend, unsigned slot);
 
     /* Optional (NULL): pins host pages for DMA, by every device of this table: where several are
-     * open, their jobs all take the memory that one of them pinned. */
-    int (*pin)(struct backend *backend, void *data, size_t size, struct memory **ret,
+     * open, their jobs all take the memory that one of them pinned. `gently`: it may take seconds
+     * rather than get in the way of batches. */
+    int (*pin)(struct backend *backend, void *data, size_t size, bool gently, struct memory **ret,
                struct report *report);
-    void (*unpin)(struct backend *backend, struct memory *memory);
+    void (*unpin)(struct backend *backend, struct memory *memory, bool gently);
 
     /* Optional (NULL): device memory that travels as an fd; job.x and job.y are then
      * memory_address() plus an offset. -ENOMEM also when less than reserve_bytes of the device

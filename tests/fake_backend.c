@@ -22,6 +22,7 @@
  *   fail_pin=N:R       the N-th pages to be pinned end with -R
  *   oom_pin_over=N     pages of more than N bytes cannot be pinned
  *   pins=1             offers pin and unpin; closing with something pinned aborts
+ *   gentle_ms=N        either takes that long where it is to be gentle
  *   device_memory=1    offers device memory, memfds; closing with some left aborts
  *   memory_mib=N       so much of it is there, says the device
  *   oom_memory_over=N  more than N bytes of it are not there
@@ -50,8 +51,8 @@ struct script {
     long slots, delay_ms, reorder, fail_batch, fail_batch_r, fail_start, fail_start_r, fail_job,
         fail_job_r, hang_from, sticky_from, load_ms, oom_load_over, oom_pin_over, pins, open_fails,
         device_memory, oom_memory_over, info_ms, lost_load, lost_pin, fail_pin, fail_pin_r,
-        lost_memory, only, forget, cost_step, cost_step_us, memory_mib, xid_ms, xid, xid_lost,
-        ecc_corrected, ecc_uncorrected, ecc_before;
+        lost_memory, gentle_ms, only, forget, cost_step, cost_step_us, memory_mib, xid_ms, xid,
+        xid_lost, ecc_corrected, ecc_uncorrected, ecc_before;
 };
 
 struct slot {
@@ -112,6 +113,7 @@ static int script_parse(const char *text, struct script *script, struct report *
         {"oom_load_over", &script->oom_load_over, NULL},
         {"oom_pin_over", &script->oom_pin_over, NULL},
         {"pins", &script->pins, NULL},
+        {"gentle_ms", &script->gentle_ms, NULL},
         {"open_fails", &script->open_fails, NULL},
         {"device_memory", &script->device_memory, NULL},
         {"oom_memory_over", &script->oom_memory_over, NULL},
@@ -341,13 +343,15 @@ static int fake_poll(struct backend *backend, unsigned number)
     return r;
 }
 
-static int fake_pin(struct backend *backend, void *data, size_t size, struct memory **ret,
-                    struct report *report)
+static int fake_pin(struct backend *backend, void *data, size_t size, bool gently,
+                    struct memory **ret, struct report *report)
 {
     struct memory *memory;
     int r;
 
     (void)data;
+    if (gently)
+        sleep_ms(backend->script.gentle_ms);
     r = count_call(&backend->n_pins, backend->script.lost_pin, report);
     if (r < 0)
         return r;
@@ -373,8 +377,10 @@ static bool forgets(struct backend *backend)
     return backend->script.forget > 0 && n % backend->script.forget == 0;
 }
 
-static void fake_unpin(struct backend *backend, struct memory *memory)
+static void fake_unpin(struct backend *backend, struct memory *memory, bool gently)
 {
+    if (gently)
+        sleep_ms(backend->script.gentle_ms);
     if (forgets(backend))
         return;
     atomic_fetch_sub(&backend->n_pinned, 1);

@@ -241,18 +241,18 @@ static int cuda_poll(struct backend *backend, unsigned slot)
     return slot_poll(backend->slots[slot], backend->reports[slot]);
 }
 
-static int cuda_pin(struct backend *backend, void *data, size_t size, struct memory **ret,
-                    struct report *report)
+static int cuda_pin(struct backend *backend, void *data, size_t size, bool gently,
+                    struct memory **ret, struct report *report)
 {
     int r = CUDA(report, cudaSetDevice(backend->device));
 
-    return r < 0 ? r : memory_pin(data, size, ret, report);
+    return r < 0 ? r : memory_pin(data, size, gently, ret, report);
 }
 
-static void cuda_unpin(struct backend *backend, struct memory *memory)
+static void cuda_unpin(struct backend *backend, struct memory *memory, bool gently)
 {
     cudaSetDevice(backend->device);
-    memory_unpin(memory);
+    memory_unpin(memory, gently);
 }
 
 static int cuda_memory_create(struct backend *backend, size_t size, uint64_t reserve_bytes,

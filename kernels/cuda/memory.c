@@ -143,20 +143,25 @@ struct pace {
     int64_t long_ns; /* and once its row has not rested for so long, 20 ms */
 };
 
+static const struct pace hasty = {ROW_SMALL, 0, 0, 0, INT64_MAX};
 static const struct pace small = {ROW_SMALL, NS_A_S / 2, 20, 20 * NS_A_MS, INT64_MAX};
 
 /* So that of the requests of others 1 in 400 meets a piece: far fewer than decide their p99. */
-static struct pace pin_pace(size_t size)
+static struct pace pin_pace(size_t size, bool gently)
 {
     const int64_t all_ns = 10 * NS_A_S, most_ns = all_ns / (int64_t)(size / MEMORY_PIECE + 1);
 
+    if (!gently)
+        return hasty;
     return size <= SMALL ? small : (struct pace){ROW_PIN, all_ns, 400, most_ns, INT64_MAX};
 }
 
 /* What is given up is charged until then, and a client that dies gives up all it has: 4 GiB in
  * some six seconds, however they are cut. */
-static struct pace unpin_pace(size_t size)
+static struct pace unpin_pace(size_t size, bool gently)
 {
+    if (!gently)
+        return hasty;
     return size <= SMALL ? small
                          : (struct pace){ROW_UNPIN, 6 * NS_A_S, 400, NS_A_S / 5, 3 * NS_A_S};
 }
@@ -209,9 +214,9 @@ static int pin_piece(char *data, size_t size, uint64_t *ret_address, struct repo
     return r;
 }
 
-static void unpin(char *data, size_t size)
+static void unpin(char *data, size_t size, bool gently)
 {
-    struct pace pace = unpin_pace(size);
+    struct pace pace = unpin_pace(size, gently);
 
     for (size_t at = 0; at < size; at += MEMORY_PIECE) {
         int64_t began_ns = begin_piece(&pace);
@@ -221,10 +226,10 @@ static void unpin(char *data, size_t size)
     }
 }
 
-int memory_pin(void *data, size_t size, struct memory **ret, struct report *report)
+int memory_pin(void *data, size_t size, bool gently, struct memory **ret, struct report *report)
 {
     struct memory *memory = calloc(1, sizeof(*memory));
-    struct pace pace = pin_pace(size);
+    struct pace pace = pin_pace(size, gently);
     size_t at, n;
     char *host = data;
     int r = 0;
@@ -255,16 +260,16 @@ int memory_pin(void *data, size_t size, struct memory **ret, struct report *repo
     return 0;
 
 fail:
-    unpin(host, at);
+    unpin(host, at, gently);
     free(memory);
     return r;
 }
 
-void memory_unpin(struct memory *memory)
+void memory_unpin(struct memory *memory, bool gently)
 {
     if (!memory)
         return;
-    unpin(memory->host, memory->size);
+    unpin(memory->host, memory->size, gently);
     free(memory);
 }
 

@@ -19,9 +19,9 @@ struct memory {
     uint64_t handle;
 };
 
-/* Slowly while batches are started, of which memory_note_start() tells. */
-int memory_pin(void *data, size_t size, struct memory **ret, struct report *report);
-void memory_unpin(struct memory *memory);
+/* Gently: slowly while batches are started, of which memory_note_start() tells. */
+int memory_pin(void *data, size_t size, bool gently, struct memory **ret, struct report *report);
+void memory_unpin(struct memory *memory, bool gently);
 void memory_note_start(void);
 
 /* Cleared before anybody else can map it. The fd is the caller's. -ENOMEM also when less than

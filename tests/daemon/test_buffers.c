@@ -488,6 +488,66 @@ static void reports_what_cannot_be_pinned(void **state)
     daemon_stop(&tight);
 }
 
+/* Has one thing computed, here or in a process of its own. */
+static void compute(const struct daemon *daemon, bool elsewhere)
+{
+    static float x[A_ROWS * A_IN];
+    struct proto_request request = infer_a(x);
+    struct proto_reply reply;
+    static struct client own;
+    pid_t child = elsewhere ? fork() : 0;
+    int status;
+
+    assert_true(child >= 0);
+    if (child == 0) {
+        client_start(&own, daemon);
+        client_call(&own, &request, -1, &reply, NULL);
+        assert_ok(&reply);
+        client_close(&own);
+        if (elsewhere)
+            _exit(0);
+        return;
+    }
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(status, 0);
+}
+
+/* The script's backend takes 1 s where it is gentle: once another process computes, not for one's
+ * own computing. */
+static void pins_gently_beside_others(void **state)
+{
+    static const struct {
+        bool own, other, gently;
+    } cases[] = {{false, false, false},
+                 {true, false, false},
+                 {true, true, true},
+                 {false, true, true},
+                 {true, false, false}};
+    struct daemon own;
+
+    (void)state;
+    daemon_start(&own, "pins=1;gentle_ms=1000", "spare_buffer_bytes = 0;");
+    client_start(&c, &own);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct shm shm;
+        double began;
+
+        sleep_ms(1100); /* nobody computed lately */
+        if (cases[i].other)
+            compute(&own, true);
+        if (cases[i].own)
+            compute(&own, false);
+        began = now_s();
+        client_buffer(&c, 4096, &shm);
+        if ((now_s() - began > 0.9) != cases[i].gently)
+            fail_msg("case %zu took %.0f ms", i, (now_s() - began) * 1e3);
+        shm_deinit(&shm);
+    }
+    client_close(&c);
+    assert_healthy(&own);
+    daemon_stop(&own);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -503,6 +563,7 @@ int main(void)
         cmocka_unit_test(bounds_unread_descriptors),
         cmocka_unit_test(waits_for_unread_answers),
         cmocka_unit_test(survives_clients_that_go_at_once),
+        cmocka_unit_test(pins_gently_beside_others),
         cmocka_unit_test(reports_what_cannot_be_pinned),
     };
 

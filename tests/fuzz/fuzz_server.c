@@ -122,11 +122,12 @@ static int ops_poll(struct backend *backend, unsigned slot)
     return -EIO;
 }
 
-static int ops_pin(struct backend *backend, void *data, size_t size, struct memory **ret,
-                   struct report *report)
+static int ops_pin(struct backend *backend, void *data, size_t size, bool gently,
+                   struct memory **ret, struct report *report)
 {
     (void)backend;
     (void)size;
+    (void)gently;
     if (atomic_load(&pin_fails))
         return report_set(report, -ENOMEM, "cannot be pinned");
     atomic_fetch_add(&n_pins, 1);
@@ -134,9 +135,10 @@ static int ops_pin(struct backend *backend, void *data, size_t size, struct memo
     return 0;
 }
 
-static void ops_unpin(struct backend *backend, struct memory *memory)
+static void ops_unpin(struct backend *backend, struct memory *memory, bool gently)
 {
     (void)backend;
+    (void)gently;
     check(memory != NULL);
     atomic_fetch_sub(&n_pins, 1);
 }

@@ -160,7 +160,8 @@ static inline struct region region_new(const struct device *device, size_t size,
         region.at = mmap(NULL, region.size, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         assert_true(region.at != MAP_FAILED);
-        r = device->ops->pin(device->backend, region.at, region.size, &region.memory, &report);
+        r = device->ops->pin(device->backend, region.at, region.size, false, &region.memory,
+                             &report);
     }
     if (r < 0)
         fail_msg("%s", report.text);
@@ -173,7 +174,7 @@ static inline void region_free(const struct device *device, struct region *regio
         close(region->fd);
         device->ops->memory_free(device->backend, region->memory);
     } else {
-        device->ops->unpin(device->backend, region->memory);
+        device->ops->unpin(device->backend, region->memory, false);
         munmap(region->at, region->size);
     }
 }
