@@ -585,9 +585,10 @@ int server_run(const struct server_options *options)
     uids_init(&server->uids);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN); /* until models load: they are read after it anyway */
-    if (!server->codec)
+    r = works_prepare();
+    if (!server->codec || r < 0)
         log_error("server.start", "%s", strerrordesc_np(ENOMEM));
-    code = server->codec ? prepare(server) : EXIT_CONFIGURATION;
+    code = server->codec && r == 0 ? prepare(server) : EXIT_CONFIGURATION;
     if (code != EXIT_OK)
         goto end;
     server->watchdog_us = service_watchdog_interval_us();

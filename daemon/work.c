@@ -11,6 +11,7 @@
 #include "work.h"
 
 #include <assert.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -68,13 +69,17 @@ static void give_out(struct works *works)
     }
 }
 
-void works_init(struct works *works, uv_loop_t *loop)
+/* libuv reads it when it first needs a thread. */
+int works_prepare(void)
 {
     char threads[16];
 
-    /* libuv reads it when it first needs a thread. */
     snprintf(threads, sizeof(threads), "%d", WORKS_AT_ONCE);
-    setenv("UV_THREADPOOL_SIZE", threads, 1);
+    return setenv("UV_THREADPOOL_SIZE", threads, 1) < 0 ? -errno : 0;
+}
+
+void works_init(struct works *works, uv_loop_t *loop)
+{
     *works = (struct works){.loop = loop};
     TAILQ_INIT(&works->ring);
 }

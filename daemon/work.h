@@ -11,8 +11,8 @@
 
 #include <uv.h>
 
-#define WORKS_AT_ONCE 8 /* threads of libuv's pool: many, because pinning is mostly pauses */
-#define WORKS_A_PARTY 2 /* of them, at most, for one party */
+#define WORKS_AT_ONCE 16 /* threads of libuv's pool: many, because pinning is mostly pauses */
+#define WORKS_A_PARTY 2  /* of them, at most, for one party */
 
 struct work;
 
@@ -40,6 +40,8 @@ struct work {
     STAILQ_ENTRY(work) link;
 };
 
+/* Before there is any other thread: how many libuv's pool will have. 0 or a negative errno. */
+int works_prepare(void);
 void works_init(struct works *works, uv_loop_t *loop);
 
 /* Never fails: the record is the caller's, and the queues are lists. The party lives until done()

@@ -29,6 +29,8 @@
 #define SMALL        ((size_t)1 << 20) /* so short a stall that it need not wait for large ones */
 #define NS_A_MS      INT64_C(1000000)
 #define NS_A_S       INT64_C(1000000000)
+#define PAUSE_NS     (20 * NS_A_MS)
+#define LOOK_NS      (200 * NS_A_MS)
 
 /* The driver's functions that are used, found once per call: it is no hot path. */
 struct driver {
@@ -102,7 +104,7 @@ static _Atomic int64_t last_start_ns;
 
 /* Pinning and its end hold up what others enqueue: one piece at a time, and while others compute
  * not before that time. Rows do not wait for the pauses of another. */
-enum row { ROW_PIN, ROW_UNPIN, ROW_SMALL, ROWS };
+enum row { ROW_PIN, ROW_UNPIN, ROW_SMALL, ROW_HASTY, ROWS };
 
 static struct {
     pthread_mutex_t lock;
@@ -140,20 +142,23 @@ struct pace {
     int64_t left_ns; /* that it may still wait: the thread is one of few */
     int64_t share;   /* pause behind a piece: times as long as that took, */
     int64_t most_ns; /* but no longer; */
-    int64_t long_ns; /* and once its row has not rested for so long, 20 ms */
+    int64_t long_ns; /* and when its row has not rested for so long, PAUSE_NS for all of a piece */
 };
 
-static const struct pace hasty = {ROW_SMALL, 0, 0, 0, INT64_MAX};
-static const struct pace small = {ROW_SMALL, NS_A_S / 2, 20, 20 * NS_A_MS, INT64_MAX};
+/* Alone: others that begin now get in between. */
+static const struct pace hasty = {ROW_HASTY, 10 * NS_A_S, 1, 5 * NS_A_MS, INT64_MAX};
+static const struct pace small = {ROW_SMALL, NS_A_S / 2, 20, PAUSE_NS, 3 * NS_A_S};
 
 /* So that of the requests of others 1 in 400 meets a piece: far fewer than decide their p99. */
 static struct pace pin_pace(size_t size, bool gently)
 {
-    const int64_t all_ns = 10 * NS_A_S, most_ns = all_ns / (int64_t)(size / MEMORY_PIECE + 1);
+    const int64_t all_ns = 10 * NS_A_S, each_ns = all_ns / (int64_t)(size / MEMORY_PIECE + 1);
 
     if (!gently)
         return hasty;
-    return size <= SMALL ? small : (struct pace){ROW_PIN, all_ns, 400, most_ns, INT64_MAX};
+    if (size <= SMALL)
+        return small;
+    return (struct pace){ROW_PIN, all_ns, 400, each_ns < NS_A_S ? each_ns : NS_A_S, INT64_MAX};
 }
 
 /* What is given up is charged until then, and a client that dies gives up all it has: 4 GiB in
@@ -162,8 +167,9 @@ static struct pace unpin_pace(size_t size, bool gently)
 {
     if (!gently)
         return hasty;
-    return size <= SMALL ? small
-                         : (struct pace){ROW_UNPIN, 6 * NS_A_S, 400, NS_A_S / 5, 3 * NS_A_S};
+    if (size <= SMALL)
+        return small;
+    return (struct pace){ROW_UNPIN, 6 * NS_A_S, 400, NS_A_S / 5, 3 * NS_A_S};
 }
 
 /* Waits without the lock, which others may need for less. */
@@ -182,19 +188,21 @@ static int64_t begin_piece(struct pace *pace)
             return now;
         }
         pthread_mutex_unlock(&turn.lock);
+        wait = wait < LOOK_NS ? wait : LOOK_NS; /* whether they still compute */
         pace->left_ns -= wait;
         sleep_until(now + wait);
     }
 }
 
-static void end_piece(const struct pace *pace, int64_t began_ns)
+static void end_piece(const struct pace *pace, size_t size, int64_t began_ns)
 {
-    int64_t now = now_ns(), pause_ns = (now - began_ns) * pace->share;
-    int64_t most_ns = now - turn.since_ns[pace->row] < pace->long_ns ? pace->most_ns : 20 * NS_A_MS;
-    int64_t next_ns = now + (pause_ns < most_ns ? pause_ns : most_ns);
+    int64_t now = now_ns(), pause_ns = (now - began_ns) * pace->share, most_ns = pace->most_ns;
 
-    if (turn.next_ns[pace->row] < next_ns)
-        turn.next_ns[pace->row] = next_ns;
+    if (now - turn.since_ns[pace->row] >= pace->long_ns)
+        most_ns = PAUSE_NS * (int64_t)size / (int64_t)MEMORY_PIECE;
+    pause_ns = pause_ns < most_ns ? pause_ns : most_ns;
+    if (turn.next_ns[pace->row] < now + pause_ns)
+        turn.next_ns[pace->row] = now + pause_ns;
     pthread_mutex_unlock(&turn.lock);
 }
 
@@ -218,11 +226,12 @@ static void unpin(char *data, size_t size, bool gently)
 {
     struct pace pace = unpin_pace(size, gently);
 
-    for (size_t at = 0; at < size; at += MEMORY_PIECE) {
+    for (size_t at = 0, n; at < size; at += n) {
         int64_t began_ns = begin_piece(&pace);
 
+        n = size - at < MEMORY_PIECE ? size - at : MEMORY_PIECE;
         CUDA(NULL, cudaHostUnregister(data + at));
-        end_piece(&pace, began_ns);
+        end_piece(&pace, n, began_ns);
     }
 }
 
@@ -245,7 +254,7 @@ int memory_pin(void *data, size_t size, bool gently, struct memory **ret, struct
         madvise(host + at, n, MADV_POPULATE_WRITE); /* or pinning does it, in its lock */
         began_ns = begin_piece(&pace);
         r = pin_piece(host + at, n, &address, report);
-        end_piece(&pace, began_ns);
+        end_piece(&pace, n, began_ns);
         if (r < 0)
             goto fail;
         if (at == 0)

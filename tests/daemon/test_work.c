@@ -53,6 +53,7 @@ static void serves_parties_in_turn(void **state)
 
     (void)state;
     assert_int_equal(uv_loop_init(&loop), 0);
+    assert_int_equal(works_prepare(), 0);
     works_init(&works, &loop);
     for (int i = 0; i < 40; i++)
         queue(&many[i], &large, 10);
@@ -65,10 +66,10 @@ static void serves_parties_in_turn(void **state)
     assert_int_equal(works.n_running, 0);
     assert_int_equal(n_ended, 44);
     assert_int_equal(atomic_load(&n_most), WORKS_A_PARTY);
-    /* Two threads were left to the others, beside two or three of the many. */
-    assert_in_range(few[0].ended, 1, 6);
-    assert_in_range(few[2].ended, 1, 12);
-    assert_in_range(one.ended, 1, 10);
+    /* The others had threads at once, beside two of the many; the third of few waited for one. */
+    assert_in_range(few[0].ended, 1, 5);
+    assert_in_range(few[2].ended, 3, 8);
+    assert_in_range(one.ended, 1, 5);
     for (int i = 0; i < 40; i++)
         assert_true(many[i].ended > 0);
     assert_int_equal(large.n_waiting + large.n_running, 0);
