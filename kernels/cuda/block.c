@@ -164,7 +164,7 @@ static void place_part(struct slot *slot, struct part *part, struct segment *seg
     struct job *job = part->job;
     uint64_t esize = dtype_size(plan->dtype);
     bool compact = job->compact && plan->compact_elements;
-    uint64_t row_bytes = esize * (uint64_t)(compact ? plan->compact_elements : plan->out_elements);
+    uint64_t row_bytes = esize * (uint64_t)plan_elements(plan, job->compact);
     uint64_t size = row_bytes * (uint64_t)part->rows;
     char *arena = (char *)block_arena(slot)->result +
                   (uint64_t)plan->out_elements * esize * (uint64_t)part->row;
@@ -355,9 +355,7 @@ static int64_t take_room(const struct slot *slot, const struct job *job, int64_t
 {
     const struct plan *plan = slot->plan;
     uint64_t esize = dtype_size(plan->dtype), in = (uint64_t)plan->in_elements * esize;
-    uint64_t out = (uint64_t)(job->compact && plan->compact_elements ? plan->compact_elements
-                                                                     : plan->out_elements) *
-                   esize;
+    uint64_t out = (uint64_t)plan_elements(plan, job->compact) * esize;
     uint64_t fit = least((uint64_t)n, (uint64_t)room->rows);
 
     if (job->compact && plan->fill)
@@ -405,7 +403,7 @@ static bool next_parts(struct slot *slot)
     return row > 0;
 }
 
-/* Results first, compact ones behind. */
+/* Those that the last tail writes first; those of a list of their own behind. */
 static void make_segments(struct slot *slot)
 {
     int n = 0;

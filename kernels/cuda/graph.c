@@ -8,17 +8,24 @@
  * one graph for each slot and range, and one more that gathers rows by a kernel. They are made at
  * load and never updated; nothing is captured, and no memory taken, while serving.
  *
- * Ranges are those of the product's tiles from one row on, and the last one that of a full block:
- * up to some 4,000 rows there is no other. A block in none is enqueued kernel by kernel, as is
- * every block of other plans. What the copy engine takes, either way, goes before the graph and
- * after it.
+ * Ranges are those of the product's tiles from one row on, and the last one that of a full block.
+ * There are RANGES_MAX of them at most, which is all there are for 8192 channels up to some 4,000
+ * rows; a block in none is enqueued kernel by kernel, as is every block of other plans. What the
+ * copy engine takes, either way, goes before the graph and after it.
  */
 #include "kernels/cuda/graph.h"
+
+#define GRAPH_BYTES ((uint64_t)128 << 10) /* BENCH.md: 200 take 20 MiB */
 
 static bool launched_alike(const struct plan *plan)
 {
     return plan->n_steps == 2 && plan->steps[0].kind == STEP_LINEAR_NORM_MIN &&
            outer_fits(&plan->steps[1].tail->tail) && plan->n_tails == 1;
+}
+
+uint64_t graph_bytes(const struct plan *plan)
+{
+    return launched_alike(plan) ? (uint64_t)RANGES_MAX * 2 * SLOTS * GRAPH_BYTES : 0;
 }
 
 /* From these rows on; returns the first behind the range. */

@@ -5,6 +5,9 @@
 
 #include "kernels/cuda/block.h"
 
+/* Device bytes that its graphs may take, at most. */
+uint64_t graph_bytes(const struct plan *plan);
+
 /* The plan's ranges, once its steps are ready; none where launches depend on more than rows. */
 void graph_ranges(struct plan *plan);
 /* The range of a block with so many rows; NULL where there is no graph. */

@@ -56,8 +56,9 @@ int64_t linear_norm_min_filled(const struct linear_norm_min *fused, int64_t rows
  * x [rows, in] to the minima of the rows, float32. Only enqueues. With `to` NULL they stay in the
  * work space as keys (cuda.cuh) until its next use, and a kernel may be launched that starts early
  * (launch_early() in hopper.cuh). With `input` x and rows are what lies there when the kernels run,
- * at most as many rows as here. `early`: this may start while what is in front of it ends, and so
- * may what is behind; what that one reads before it waits must have been there already.
+ * at most as many rows as here. Not `early`: this starts when what is in front of it has ended, and
+ * so nothing behind starts before; a kernel there may read what was written in front of this before
+ * it waits.
  */
 int linear_norm_min_run(const struct linear_norm_min *fused, cudaStream_t stream, void *work,
                         const void *x, const struct linear_norm_min_input *input, int64_t rows,

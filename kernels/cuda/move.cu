@@ -29,7 +29,8 @@ static __device__ __forceinline__ void copy_pieces(const struct piece *pieces, i
 {
     next_launch(); /* while rows come from the host, a product can begin to fetch its weights */
     for (int i = (int)blockIdx.y; i < n; i += AT_ONCE)
-        copy_vector(pieces[i], ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16);
+        copy_vector({pieces[i].from, pieces[i].to, pieces[i].size},
+                    ((uint64_t)blockIdx.x * THREADS + threadIdx.x) * 16);
 }
 
 static __global__ void __launch_bounds__(THREADS) pieces_kernel(const struct piece *pieces, int n)

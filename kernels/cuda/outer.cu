@@ -32,44 +32,56 @@ static __device__ __forceinline__ int segment_of(const int32_t *tiles, int n, in
            __clz(__ballot_sync(~0u, lane < step && at < n && tiles[at] <= tile));
 }
 
-template <typename T>
-static __device__ __forceinline__ void outer_store(T *y, const struct segment &seg, int64_t e,
-                                                   int64_t o, uint32_t row, int n,
-                                                   const float v[WIDTH])
-{
-    __align__(16) T four[WIDTH];
-    bool whole = seg.out_row == 0 && seg.out_rows == seg.rows;
+/* Of a segment what is needed for every number: in registers, for y might be the segment itself. */
+template <typename T> struct place {
+    T *y;
+    const float *from;
+    uint32_t rows, out_row, out_rows; /* a request has no more */
+    bool compact, whole;              /* all of a request's rows */
+
+    __device__ __forceinline__ place(const struct tail &tail, const struct segment &seg)
+        : y((T *)seg.y), from(tail.from + seg.row), rows((uint32_t)seg.rows),
+          out_row((uint32_t)seg.out_row), out_rows((uint32_t)seg.out_rows), compact(seg.compact),
+          whole(seg.out_row == 0 && seg.out_rows == seg.rows)
+    {
+    }
+
+    __device__ __forceinline__ void store(int64_t e, int64_t o, uint32_t row, int n,
+                                          const float v[WIDTH]) const
+    {
+        __align__(16) T four[WIDTH];
 
 #pragma unroll
-    for (int k = 0; k < WIDTH; k++)
-        round_to(v[k], &four[k]);
-    if (whole && n == WIDTH && (uintptr_t)(y + e) % sizeof(four) == 0) {
-        if (sizeof(T) == 4)
-            __stcs((uint4 *)(y + e), *(const uint4 *)four);
-        else
-            __stcs((uint2 *)(y + e), *(const uint2 *)four);
-        return;
-    }
+        for (int k = 0; k < WIDTH; k++)
+            round_to(v[k], &four[k]);
+        if (whole && n == WIDTH && (uintptr_t)(y + e) % sizeof(four) == 0) {
+            if (sizeof(T) == 4)
+                __stcs((uint4 *)(y + e), *(const uint4 *)four);
+            else
+                __stcs((uint2 *)(y + e), *(const uint2 *)four);
+            return;
+        }
 #pragma unroll
-    for (int k = 0; k < WIDTH; k++) {
-        if (k < n)
-            y[o * seg.out_rows + seg.out_row + row] = four[k];
-        if (++row == (uint32_t)seg.rows) {
-            row = 0;
-            o++;
+        for (int k = 0; k < WIDTH; k++) {
+            if (k < n)
+                y[o * out_rows + out_row + row] = four[k];
+            if (++row == rows) {
+                row = 0;
+                o++;
+            }
         }
     }
-}
+};
 
 template <typename T>
-static __device__ __forceinline__ void write_tile(const struct tail &tail,
-                                                  const struct segment &seg, int32_t tile)
+static __device__ __forceinline__ void write_tile(const struct tail &tail, const place<T> &to,
+                                                  int32_t tile)
 {
-    const float *from = tail.from + seg.row;
+    const uint32_t rows = to.rows;
     int64_t first = (int64_t)tile * tail.tile;
-    int64_t elements = seg.compact ? seg.rows : seg.rows * tail.elements;
-    int64_t o_first = quotient(first, seg.rows);
-    uint32_t rows = (uint32_t)seg.rows, row_first = (uint32_t)(first - o_first * seg.rows);
+    int64_t elements = to.compact ? rows : rows * tail.elements;
+    int64_t o_first = quotient(first, rows);
+    uint32_t row_first = (uint32_t)(first - o_first * rows);
     uint32_t size = (uint32_t)(elements - first < tail.tile ? elements - first : tail.tile);
 
     previous_wait();
@@ -84,8 +96,8 @@ static __device__ __forceinline__ void write_tile(const struct tail &tail,
 
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            v[k] = k < n ? minimum_of(from + next, tail.keys) : 0;
-            if (!seg.compact) /* -0 plus 0 is another number */
+            v[k] = k < n ? minimum_of(to.from + next, tail.keys) : 0;
+            if (!to.compact) /* -0 plus 0 is another number */
                 v[k] += with;
             if (++next == rows) {
                 next = 0;
@@ -93,7 +105,7 @@ static __device__ __forceinline__ void write_tile(const struct tail &tail,
                     with = __ldg(&tail.add.tensor[next_o]);
             }
         }
-        outer_store((T *)seg.y, seg, first + at, o, row, n, v);
+        to.store(first + at, o, row, n, v);
     }
 }
 
@@ -116,7 +128,7 @@ static __global__ void __launch_bounds__(THREADS)
         const int s = segment_of(table.tiles, table.n_segments, tile);
 
         if (tile < end)
-            write_tile<T>(tail, table.segments[s], tile - table.tiles[s]);
+            write_tile(tail, place<T>(tail, table.segments[s]), tile - table.tiles[s]);
     } while ((tile += (int32_t)gridDim.x) < end);
 }
 

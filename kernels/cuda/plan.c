@@ -144,7 +144,8 @@ static uint64_t measure(struct builder *b)
 static int check_memory(const struct builder *b, uint64_t resident, struct report *report)
 {
     uint64_t slots = size_times(SLOTS, b->plan->size.all);
-    uint64_t need = size_plus(size_plus(resident, b->loading), size_plus(slots, MARGIN));
+    uint64_t need =
+        size_plus(size_plus(resident, b->loading), size_plus(slots, MARGIN + graph_bytes(b->plan)));
     size_t free_bytes, total;
     int r = CUDA(report, cudaMemGetInfo(&free_bytes, &total));
 

@@ -131,7 +131,7 @@ struct plan {
 struct block {
     int64_t rows;
     const void *x;
-    const struct segment *segments; /* results first, then compact ones */
+    const struct segment *segments; /* of LIST_RESULTS first, then of LIST_COMPACT */
     int n_results, n_compact;
     const int32_t *tiles[TAILS_MAX];
     int32_t n_tiles[TAILS_MAX], tile[TAILS_MAX];
@@ -140,6 +140,12 @@ struct block {
     const struct recorded *recorded; /* of a block that is captured, on the device; else NULL */
     bool gathers;                    /* it has a kernel that gathers rows */
 };
+
+/* Elements of a row's result. */
+static inline int64_t plan_elements(const struct plan *plan, bool compact)
+{
+    return compact && plan->compact_elements ? plan->compact_elements : plan->out_elements;
+}
 
 /* Takes the weights it needs from the pipeline. No work space yet. */
 int plan_new(struct gemm_library *library, const struct pipeline *pipeline, uint32_t max_rows,

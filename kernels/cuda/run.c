@@ -194,6 +194,7 @@ int plan_run(const struct plan *plan, const struct arena *arena, cudaStream_t st
             r = linear_norm_min_run(step->fused, stream, arena->fused, from,
                                     block->recorded ? &block->recorded->input : NULL, block->rows,
                                     keys_suffice(plan, block, i) ? NULL : to,
+                                    /* else what fetched the tables is in front */
                                     !block->recorded || block->gathers, report);
             break;
         case STEP_CONV3D:

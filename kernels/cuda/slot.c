@@ -134,10 +134,7 @@ static int begin_block(struct slot *slot, struct report *report)
 
 static uint64_t result_bytes(const struct plan *plan, const struct job *job)
 {
-    int64_t elements =
-        job->compact && plan->compact_elements ? plan->compact_elements : plan->out_elements;
-
-    return (uint64_t)(job->rows * elements) * dtype_size(plan->dtype);
+    return (uint64_t)(job->rows * plan_elements(plan, job->compact)) * dtype_size(plan->dtype);
 }
 
 static int check_job(const struct plan *plan, const struct job *job)
@@ -255,6 +252,8 @@ int slot_warm(struct slot *slot, struct plan *plan, struct report *report)
 
     *(struct piece *)slot->host = (struct piece){slot->in, slot->out, sizeof(float4)};
     r = pieces_cuda(slot->stream, (struct piece *)slot->host, 1, sizeof(float4), report);
+    if (r == 0)
+        r = CUDA(report, cudaStreamSynchronize(slot->stream)); /* tables come to lie there */
     slot->warming = true;
     for (int i = 0; i < 4 && r == 0; i++) {
         struct job job = {

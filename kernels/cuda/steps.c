@@ -8,9 +8,8 @@
  *   group_norm + points                              statistics, then one kernel (a tail)
  *   an add that changes the shape + points           one tail
  *   points                                           one tail
- * Points are minimum, clamp, dropout, and an add that leaves the shape as it is.
- * and the last step always has a tail, because only tails write results. Values go back and forth
- * between two arrays.
+ * and the last step always has a tail, because only tails write results. Points are minimum, clamp,
+ * dropout, and an add that leaves the shape as it is. Values go back and forth between two arrays.
  */
 #include <math.h>
 #include <string.h>
@@ -386,7 +385,7 @@ static void add_strides(struct tail *tail, const struct stage *stage)
     tail->add.rank = rank;
 }
 
-/* One that changes the shape. */
+/* One that is no point. */
 static void add_add(struct builder *b)
 {
     const struct stage *stage = next(b, 0);

@@ -51,7 +51,7 @@ struct window_end {
     uint32_t thread, threads;
     int32_t s; /* which of the tail's segments */
     float low, high;
-    uint32_t plain; /* no mask: limits alone, which are one */
+    uint32_t plain; /* no mask: low and high are all its limits, if nothing adds */
 };
 
 struct window_run {

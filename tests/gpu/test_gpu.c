@@ -321,16 +321,23 @@ static void test_slots(void **state)
 }
 
 /* Parts of one request, each on a slot of its own, are the same as the request. */
-static void check_parts(const struct pipeline *pipeline, uint32_t rows, bool train, int kind)
+static void check_parts(const struct pipeline *pipeline, uint32_t rows, bool train, bool compact,
+                        int kind)
 {
     struct device *device = device_get();
     struct plan *plan = device_load(device, pipeline, 128);
     const uint32_t ends[] = {0, 100, 228, rows};
     size_t in = (size_t)shape_elements(&pipeline->in) * 4 * rows;
-    size_t out = (size_t)shape_elements(&pipeline->out) * 4 * rows;
+    size_t out = (compact ? 1 : (size_t)shape_elements(&pipeline->out)) * 4 * rows;
     struct region region = region_new(device, in + out, kind == 2);
     float *x = array(in, 1), *want = array(out, 1), *y = array(out, 1);
-    struct job whole = {.x = x, .y = want, .y_size = out, .rows = rows, .train = train, .seed = 3};
+    struct job whole = {.x = x,
+                        .y = want,
+                        .y_size = out,
+                        .rows = rows,
+                        .train = train,
+                        .compact = compact,
+                        .seed = 3};
     struct batch batches[3];
     struct job parts[3];
 
@@ -372,9 +379,10 @@ static void test_parts(void **state)
 
     (void)state;
     for (int kind = 1; kind < 3; kind++) {
-        check_parts(a, 333, false, kind); /* strided, by the copy engine */
-        check_parts(b, 301, true, kind);
-        check_parts(full, 301, true, kind);
+        check_parts(a, 333, false, false, kind); /* strided, by the copy engine */
+        check_parts(a, 333, false, true, kind);
+        check_parts(b, 301, true, false, kind);
+        check_parts(full, 301, true, false, kind);
     }
     pipeline_free(a);
     pipeline_free(b);

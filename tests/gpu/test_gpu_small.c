@@ -130,11 +130,12 @@ static void small_wide(void **state)
         false, true, 1e-4, 200, 300);
 }
 
+/* Two requests of 480 rows are in no graph: so few channels have too many ranges. */
 static void small_kinds(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "tf32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
-        false, 1e-2, 5, 150, 512);
+        false, 1e-2, 5, 150, 512, 480);
     RUN(MODEL("float16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
         false, 1e-2, 5, 150, 512);
     RUN(MODEL("bfloat16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
