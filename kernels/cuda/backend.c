@@ -2,14 +2,16 @@
  * backend.c - the CUDA device behind backend.h
  *
  * One backend is one device. Every entry selects it first, because threads come and go and CUDA's
- * choice is per thread. Nothing here is locked: start and poll belong to the engine thread, load
- * and unload touch only their own plan, and what they share (cuBLASLt's handle, the watcher of the
- * device) takes any thread.
+ * choice is per thread. Start and poll belong to the engine thread, load and unload touch only
+ * their own plan, and what they share (cuBLASLt's handle, the watcher of the device) takes any
+ * thread. One lock: plans are measured one after the other, because what one takes while another
+ * has the device would decide how its requests are cut until it is loaded again.
  *
  * faulty.cu in faultless.c's place makes a backend for tests, never installed, whose batches go
  * wrong on request (backend_options.script).
  */
 #include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +35,7 @@ struct backend {
     struct slot *slots[SLOTS];
     struct report *reports[SLOTS]; /* of the batch in each */
     struct faulty faulty;
+    pthread_mutex_t measuring;
 };
 
 static void cuda_close(struct backend *backend)
@@ -44,6 +47,7 @@ static void cuda_close(struct backend *backend)
         slot_free(backend->slots[i]);
     gemm_library_free(backend->library);
     nvml_free(backend->nvml);
+    pthread_mutex_destroy(&backend->measuring);
     free(backend);
 }
 
@@ -122,6 +126,7 @@ static int cuda_open(const struct backend_options *options, struct backend **ret
         return r;
     }
     backend->device = options->device;
+    pthread_mutex_init(&backend->measuring, NULL);
     r = open_device(backend, options, report);
     if (r == 0)
         r = probe(backend, report);
@@ -189,10 +194,12 @@ static int cuda_load(struct backend *backend, const struct pipeline *pipeline, u
         r = plan_arenas(plan, report);
     if (r == 0)
         r = slot_new(backend->device, 0, &slot, report);
+    pthread_mutex_lock(&backend->measuring);
     if (r == 0)
         r = slot_warm(slot, plan, report);
     if (r == 0)
         r = measure_plan(slot, plan, report);
+    pthread_mutex_unlock(&backend->measuring);
     for (int i = 0; i < SLOTS && r == 0; i++)
         r = graph_capture(slot, backend->slots[i], plan, report);
     slot_free(slot);

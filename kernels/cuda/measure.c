@@ -3,7 +3,7 @@
  *
  * Batches are measured from start() to the poll() that sees the end, as the engine sees them, with
  * rows in device memory: copies are reckoned by the link's rate. The fastest of a few counts, for
- * others may use the device meanwhile. Rows are noise, because zeros take less power and are
+ * batches of other plans may run meanwhile. Rows are noise, because zeros take less power and are
  * computed faster; its words are numbers of every dtype, from 2^-7 to 2.
  */
 #include <cuda_runtime_api.h>
