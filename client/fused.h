@@ -138,13 +138,15 @@ unsigned fused_reconnects(const struct fused *f);
 
 /*
  * Makes a buffer of `size` bytes, zeroed. The server makes, pins and charges it to your uid;
- * FUSED_QUOTA when that is over a limit. Blocks.
+ * FUSED_QUOTA when that is over a limit. Blocks: on a GPU for up to ten seconds (440 MiB: eight)
+ * while other processes compute, which pinning must not hold up; so make buffers early, and keep
+ * them.
  */
 int fused_buffer_create(struct fused *f, size_t size, struct fused_buffer **ret);
 
 /*
  * Makes a buffer of a memfd that you have (sealed or sealable against shrinking and growing, all
- * pages allocated). The fd stays yours and may be closed after. Blocks.
+ * pages allocated). The fd stays yours and may be closed after. Blocks, as above.
  */
 int fused_buffer_register(struct fused *f, int memfd, size_t size, struct fused_buffer **ret);
 
