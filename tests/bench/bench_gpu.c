@@ -11,11 +11,11 @@
  * longer way over 55 GB/s. TORCH is torch_gpu.py's output of the same run; the last columns are how
  * many times as long PyTorch takes.
  *
- * Names: a and b are the two pipelines; -nan and -huge have one such number in one of the rows; c1
- * to c8 are convolutions that differ in every dimension; w-... are the other ways of "Plans" in
- * kernels/README.md, each alone: w-direct and w-cudnn convolutions without a norm, w-norm-small
- * groups of a warp each, w-amin over the last dimension, w-amin-inner over the first. Lists of c
- * and w as in torch_gpu.py.
+ * Names: a and b are the two pipelines; -add has an add of a number per channel behind the norm;
+ * -nan and -huge have one such number in one of the rows; c1 to c8 are convolutions that differ in
+ * every dimension; w-... are the other ways of "Plans" in kernels/README.md, each alone: w-direct
+ * and w-cudnn convolutions without a norm, w-norm-small groups of a warp each, w-amin over the last
+ * dimension, w-amin-inner over the first. Lists of c and w as in torch_gpu.py.
  */
 #include "tests/gpu/models.h"
 
@@ -241,8 +241,9 @@ static void bench(const struct line *line, struct pipeline *pipeline, const uint
     pipeline_free(pipeline);
 }
 
-/* B in another dtype: minimum 0.0 makes it constant, 0.5 does not. */
-static struct pipeline *model_b(const char *dtype, const char *minimum)
+/* B in another dtype, or with an add in front of its minimum: 0.0 makes it constant, 0.5 or an add
+ * does not. */
+static struct pipeline *model_b(const char *dtype, const char *add, const char *minimum)
 {
     char text[1024];
 
@@ -250,10 +251,10 @@ static struct pipeline *model_b(const char *dtype, const char *minimum)
              "name = \"b\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\";"
              "input = { shape = [3, 16, 64, 64]; };"
              "stages = ({ op = \"conv3d\"; weight = \"w\"; bias = \"b\"; out = 16; kernel = 3; },"
-             "{ op = \"group_norm\"; groups = 8; weight = \"g\"; bias = \"h\"; },"
+             "{ op = \"group_norm\"; groups = 8; weight = \"g\"; bias = \"h\"; }, %s"
              "{ op = \"minimum\"; value = %s; }, { op = \"clamp\"; min = 0.0; max = 1.0; },"
              "{ op = \"dropout\"; p = 0.2; });",
-             dtype, minimum);
+             dtype, add, minimum);
     return models_build(&fixture, text, 81);
 }
 
@@ -375,20 +376,23 @@ int main(int argc, char **argv)
           models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows, 128);
     bench(&(struct line){.name = "b-full", .torch = "b-full"},
           models_b(&fixture, true, 16, 64, 64, "0.5"), b_rows, 128);
-    bench(&(struct line){.name = "b-eval-nan", .spoilt = NAN}, model_b("float32", "0.0"), many,
+    bench(&(struct line){.name = "b-full-add", .torch = "b-full-add"},
+          model_b("float32", "{ op = \"add\"; tensor = \"t\"; shape = [16, 1, 1, 1]; },", "0.5"),
+          many, 128);
+    bench(&(struct line){.name = "b-eval-nan", .spoilt = NAN}, model_b("float32", "", "0.0"), many,
           128);
-    bench(&(struct line){.name = "b-eval-huge", .spoilt = 1e38f}, model_b("float32", "0.0"), many,
-          128);
+    bench(&(struct line){.name = "b-eval-huge", .spoilt = 1e38f}, model_b("float32", "", "0.0"),
+          many, 128);
     bench(&(struct line){.name = "b-train-nan", .train = true, .spoilt = NAN},
-          model_b("float32", "0.0"), many, 128);
+          model_b("float32", "", "0.0"), many, 128);
     bench(&(struct line){.name = "b-train-huge", .train = true, .spoilt = 1e38f},
-          model_b("float32", "0.0"), many, 128);
+          model_b("float32", "", "0.0"), many, 128);
     for (int i = 0; i < 6; i++) {
         static const char *const names[] = {"b-eval-bf16", "b-train-bf16", "b-full-bf16",
                                             "b-eval-f16",  "b-train-f16",  "b-full-f16"};
 
         bench(&(struct line){names[i], names[i], .train = i % 3 == 1},
-              model_b(i < 3 ? "bfloat16" : "float16", i % 3 == 2 ? "0.5" : "0.0"), many, 128);
+              model_b(i < 3 ? "bfloat16" : "float16", "", i % 3 == 2 ? "0.5" : "0.0"), many, 128);
     }
     for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
         bench_shape(&shapes[i]);
