@@ -11,8 +11,8 @@
 
 #include <uv.h>
 
-#define WORKS_AT_ONCE 16 /* threads of libuv's pool: many, because pinning is mostly pauses */
-#define WORKS_A_PARTY 2  /* of them, at most, for one party */
+#define WORKS_AT_ONCE 8 /* threads of libuv's pool, for pinning is mostly pauses */
+#define WORKS_A_PARTY 2 /* of them, at most, for one party */
 
 struct work;
 
