@@ -104,7 +104,7 @@ static void add_counters(struct slot *slot, int segment, const struct job *job, 
     }
 }
 
-static void find_tables(struct slot *slot)
+int block_upload_tables(struct slot *slot, struct report *report)
 {
     struct block *block = &slot->block;
 
@@ -112,11 +112,6 @@ static void find_tables(struct slot *slot)
         block->tiles[i] = device_of(slot, slot->tables.tiles[i]);
     block->segments = device_of(slot, slot->tables.segments);
     block->counters = device_of(slot, slot->tables.counters);
-}
-
-int block_upload_tables(struct slot *slot, struct report *report)
-{
-    find_tables(slot);
     return CUDA(report, cudaMemcpyAsync(slot->at_device, slot->host, slot->tables.used,
                                         cudaMemcpyHostToDevice, slot->stream));
 }
@@ -211,9 +206,8 @@ bool block_downloads(const struct slot *slot)
 }
 
 /* Brings what kernels wrote elsewhere to its place. */
-int block_download(struct slot *slot, bool *ret_any, struct report *report)
+int block_download(struct slot *slot, struct report *report)
 {
-    bool any = false;
     int r = 0;
 
     for (int i = 0; i < slot->n_parts && r == 0; i++) {
@@ -221,11 +215,9 @@ int block_download(struct slot *slot, bool *ret_any, struct report *report)
 
         if (copy->way != WAY_ENGINE)
             continue;
-        any = true;
         r = memory_download_runs(slot->parts[i].job->y_memory, copy->to, copy->pitch, copy->from,
                                  copy->width, copy->height, slot->stream, report);
     }
-    *ret_any = any;
     return r;
 }
 

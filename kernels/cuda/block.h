@@ -86,7 +86,7 @@ int block_record(struct slot *slot, const struct slot *of, const struct range *r
                  struct report *report);
 /* Brings what kernels wrote elsewhere to its place: by the copy engine, enqueued; by the CPU, once
  * the block has ended. */
-int block_download(struct slot *slot, bool *ret_any, struct report *report);
+int block_download(struct slot *slot, struct report *report);
 void block_copy_out(const struct slot *slot);
 
 /* For guard.c, which makes the segments of a second run: tables begin, segments are filled in with

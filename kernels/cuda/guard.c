@@ -161,7 +161,7 @@ static int gather_full(struct slot *slot, int *ret_n, struct report *report)
 
 int guard_end(struct slot *slot, struct report *report)
 {
-    bool any, states = false;
+    bool states = false;
     int n = 0, r = 0;
 
     for (int i = 0; i < slot->n_parts && r == 0; i++)
@@ -183,6 +183,6 @@ int guard_end(struct slot *slot, struct report *report)
             r = plan_run(slot->plan, block_arena(slot), slot->stream, &slot->block, report);
     }
     if (r == 0)
-        r = block_download(slot, &any, report);
-    return r < 0 ? r : n > 0 || any || states;
+        r = block_download(slot, report);
+    return r < 0 ? r : n > 0 || block_downloads(slot) || states;
 }

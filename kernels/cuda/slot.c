@@ -79,10 +79,16 @@ static int end_phase(struct slot *slot, enum phase phase, struct report *report)
     return flag_cuda(slot->stream, slot->flag, ++slot->sequence, report);
 }
 
+static int end_compute(struct slot *slot, struct report *report)
+{
+    int r = block_download(slot, report);
+
+    return r < 0 ? r : end_phase(slot, PHASE_COMPUTE, report);
+}
+
 /* The whole phase at once, but for the copy engine's part. */
 static int launch_phase(struct slot *slot, struct report *report)
 {
-    bool any;
     int r;
 
     slot->phase = PHASE_COMPUTE;
@@ -92,17 +98,12 @@ static int launch_phase(struct slot *slot, struct report *report)
     }
     slot->tables.recorded->sequence = slot->sequence;
     r = graph_launch(slot, report);
-    if (r == 0)
-        r = block_download(slot, &any, report);
-    if (r == 0)
-        r = end_phase(slot, PHASE_COMPUTE, report);
-    return r;
+    return r < 0 ? r : end_compute(slot, report);
 }
 
 /* 1: a block is in flight; 0: no rows are left; or negative. */
 static int begin_block(struct slot *slot, struct report *report)
 {
-    bool any;
     int r;
 
     if (!block_next(slot))
@@ -126,9 +127,7 @@ static int begin_block(struct slot *slot, struct report *report)
     }
     r = plan_run(slot->plan, block_arena(slot), slot->stream, &slot->block, report);
     if (r == 0)
-        r = block_download(slot, &any, report);
-    if (r == 0)
-        r = end_phase(slot, PHASE_COMPUTE, report);
+        r = end_compute(slot, report);
     return r < 0 ? r : 1;
 }
 

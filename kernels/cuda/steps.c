@@ -169,34 +169,69 @@ static bool is_point(const struct stage *stage)
              shape_elements(&stage->out) <= INT32_MAX / 2));
 }
 
-/* Neighbouring dimensions that the tensor goes along with in one way become one. */
-static void add_summand(struct summand *to, const struct stage *stage)
+static int64_t count(const struct shape *shape, int from, int to)
 {
-    uint32_t stride = 1, dims[TENSOR_RANK_MAX], strides[TENSOR_RANK_MAX];
-    int rank = 0;
+    int64_t all = 1;
 
-    for (int d = stage->out.rank - 1; d > 0; d--) {
-        uint32_t n = (uint32_t)stage->out.dims[d], with = (uint32_t)stage->add.tensor.dims[d];
-        uint32_t step = with == 1 ? 0 : stride;
+    for (int i = from; i < to; i++)
+        all *= shape->dims[i];
+    return all;
+}
 
+/* How to walk over [inner] in x and in the tensor; neighbouring dimensions that both walk the same
+ * way become one. */
+static void add_strides(struct tail *tail, const struct stage *stage)
+{
+    int batch = stage->out.batch, rank = 0;
+    int64_t from_stride = 1, stride = 1;
+
+    tail->add.outer_stride = count(&stage->add.tensor, batch + 1, stage->out.rank);
+    for (int d = stage->out.rank - 1; d > batch; d--) {
+        int64_t n = stage->out.dims[d];
+        int64_t in = d - batch < stage->in.rank ? stage->in.dims[d - batch] : 1;
+        int64_t with = stage->add.tensor.dims[d];
+        int64_t from_step = in == 1 ? 0 : from_stride, step = with == 1 ? 0 : stride;
+
+        from_stride *= in;
         stride *= with;
         if (n == 1)
             continue;
-        if (rank > 0 && step == strides[rank - 1] * dims[rank - 1]) {
-            dims[rank - 1] *= n;
+        if (rank > 0 && from_step == tail->add.from_stride[rank - 1] * tail->add.dims[rank - 1] &&
+            step == tail->add.stride[rank - 1] * tail->add.dims[rank - 1]) {
+            tail->add.dims[rank - 1] *= n;
             continue;
         }
-        dims[rank] = n;
-        strides[rank++] = step;
+        tail->add.dims[rank] = n;
+        tail->add.from_stride[rank] = from_step;
+        tail->add.stride[rank] = step;
+        rank++;
     }
-    if (rank == 0) {
-        dims[0] = 1;
-        strides[rank++] = 0;
+    /* Found from the innermost; the kernel wants the outermost first. */
+    for (int i = 0; i < rank / 2; i++) {
+        int j = rank - 1 - i;
+        int64_t dim = tail->add.dims[i], from = tail->add.from_stride[i];
+        int64_t with = tail->add.stride[i];
+
+        tail->add.dims[i] = tail->add.dims[j];
+        tail->add.from_stride[i] = tail->add.from_stride[j];
+        tail->add.stride[i] = tail->add.stride[j];
+        tail->add.dims[j] = dim;
+        tail->add.from_stride[j] = from;
+        tail->add.stride[j] = with;
     }
-    to->rank = rank;
-    for (int i = 0; i < rank; i++) { /* outermost first */
-        to->dims[i] = dims[rank - 1 - i];
-        to->stride[i] = strides[rank - 1 - i];
+    tail->add.rank = rank;
+}
+
+/* The same where the shape stays: a row is walked over from end to end. */
+static void add_summand(struct summand *to, const struct stage *stage)
+{
+    struct tail walk = {.add = {.dims = {1}}};
+
+    add_strides(&walk, stage);
+    to->rank = walk.add.rank > 0 ? walk.add.rank : 1;
+    for (int d = 0; d < to->rank; d++) {
+        to->dims[d] = (uint32_t)walk.add.dims[d];
+        to->stride[d] = (uint32_t)walk.add.stride[d];
     }
 }
 
@@ -330,59 +365,6 @@ static bool add_conv_norm(struct builder *b)
     b->stage += 2;
     add_points(b, step->tail);
     return true;
-}
-
-static int64_t count(const struct shape *shape, int from, int to)
-{
-    int64_t all = 1;
-
-    for (int i = from; i < to; i++)
-        all *= shape->dims[i];
-    return all;
-}
-
-/* How to walk over [inner] in x and in the tensor; neighbouring dimensions that both walk the same
- * way become one. */
-static void add_strides(struct tail *tail, const struct stage *stage)
-{
-    int batch = stage->out.batch, rank = 0;
-    int64_t from_stride = 1, stride = 1;
-
-    tail->add.outer_stride = count(&stage->add.tensor, batch + 1, stage->out.rank);
-    for (int d = stage->out.rank - 1; d > batch; d--) {
-        int64_t n = stage->out.dims[d];
-        int64_t in = d - batch < stage->in.rank ? stage->in.dims[d - batch] : 1;
-        int64_t with = stage->add.tensor.dims[d];
-        int64_t from_step = in == 1 ? 0 : from_stride, step = with == 1 ? 0 : stride;
-
-        from_stride *= in;
-        stride *= with;
-        if (n == 1)
-            continue;
-        if (rank > 0 && from_step == tail->add.from_stride[rank - 1] * tail->add.dims[rank - 1] &&
-            step == tail->add.stride[rank - 1] * tail->add.dims[rank - 1]) {
-            tail->add.dims[rank - 1] *= n;
-            continue;
-        }
-        tail->add.dims[rank] = n;
-        tail->add.from_stride[rank] = from_step;
-        tail->add.stride[rank] = step;
-        rank++;
-    }
-    /* Found from the innermost; the kernel wants the outermost first. */
-    for (int i = 0; i < rank / 2; i++) {
-        int j = rank - 1 - i;
-        int64_t dim = tail->add.dims[i], from = tail->add.from_stride[i];
-        int64_t with = tail->add.stride[i];
-
-        tail->add.dims[i] = tail->add.dims[j];
-        tail->add.from_stride[i] = tail->add.from_stride[j];
-        tail->add.stride[i] = tail->add.stride[j];
-        tail->add.dims[j] = dim;
-        tail->add.from_stride[j] = from;
-        tail->add.stride[j] = with;
-    }
-    tail->add.rank = rank;
 }
 
 /* One that is no point. */

@@ -72,9 +72,7 @@ static __device__ __forceinline__ void mask_row(const struct tail &tail, const s
         v[k] = dropout_masked(v[k], dropout_word(words, k) < point.keep_below, point.scale);
 }
 
-/* A tensor's numbers for the four elements at e of a row; behind a row's end those of its
- * beginning.
- */
+/* A tensor's numbers to the four elements at e of a row; behind its end, those of its beginning. */
 static __device__ __forceinline__ void add_row(const struct summand &summand, uint32_t e,
                                                float v[WIDTH])
 {
