@@ -138,7 +138,7 @@ unsigned fused_reconnects(const struct fused *f);
 
 /*
  * Makes a buffer of `size` bytes, zeroed. The server makes, pins and charges it to your uid;
- * FUSED_QUOTA when that is over a limit. Blocks: on a GPU for up to ten seconds (440 MiB: eight)
+ * FUSED_QUOTA when that is over a limit. Blocks: on a GPU for seconds (440 MiB: eight to ten)
  * while other processes compute, which pinning must not hold up; so make buffers early, and keep
  * them.
  */

@@ -162,7 +162,7 @@ static struct pace pin_pace(size_t size, bool gently)
 }
 
 /* What is given up is charged until then, and a client that dies gives up all it has: 4 GiB in
- * some six seconds, however they are cut. */
+ * some six seconds (reckoned), however they are cut. */
 static struct pace unpin_pace(size_t size, bool gently)
 {
     if (!gently)
