@@ -323,14 +323,15 @@ static void run_draft(const struct fixture *fixture, const struct draft *draft, 
 
 static void test_random(void **unused)
 {
-    const char *seed = getenv("SEED");
+    const char *seed = getenv("SEED"), *chains = getenv("CHAINS");
+    int n = chains ? (int)strtol(chains, NULL, 10) : CHAINS;
     uint64_t state = seed ? strtoull(seed, NULL, 10) : 20240607;
     struct fixture fixture;
 
     (void)unused;
-    printf("seed %" PRIu64 "\n", state);
+    printf("seed %" PRIu64 ", %d chains\n", state, n);
     fixture_make(&fixture);
-    for (int i = 0; i < CHAINS; i++) {
+    for (int i = 0; i < n; i++) {
         static struct draft draft;
 
         make_draft(&draft, &state);

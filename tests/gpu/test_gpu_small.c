@@ -58,10 +58,25 @@ static float weight(const char *name, int64_t i)
     return i % 7 == 3 ? 0 : i % 3 == 1 ? -v : v;
 }
 
+/* Rows times 1e18, times 1e-20, subnormal, and of one huge and many tiny numbers; float32. */
+static void scale(float *x, size_t elements, uint32_t rows)
+{
+    static const float times[] = {1e18f, 1e-20f, 1e-42f, 1e-6f};
+
+    for (uint32_t row = 0; row < 4 && row < rows; row++) {
+        for (size_t i = 0; i < elements; i++)
+            x[row * elements + i] *= times[row];
+        if (row == 3)
+            x[row * elements] = 1e6f;
+    }
+}
+
+enum rows { ROWS_PLAIN, ROWS_SPOILT, ROWS_SCALED };
+
 /* Batches of one, then of two requests; each lies in another kind of memory than the one before.
- * With `spoilt`, NaN, an infinity and a number beyond any proof's bound in some rows, and one of
- * zeros. */
-static void run(const char *text, const uint32_t *rows, int n, bool train, bool spoilt,
+ * Rows that are spoilt: NaN, an infinity and a number beyond any proof's bound in some rows, and
+ * one of zeros. */
+static void run(const char *text, const uint32_t *rows, int n, bool train, enum rows kind,
                 double tolerance)
 {
     static const float bad[] = {NAN, 3e38f, -INFINITY};
@@ -84,10 +99,12 @@ static void run(const char *text, const uint32_t *rows, int n, bool train, bool 
         for (unsigned k = 0; k < n_jobs; k++) {
             void *x = chain_input(pipeline, rows[i], &state);
 
-            for (uint32_t row = 0; spoilt && row < 3 && row < rows[i]; row++)
+            if (kind == ROWS_SCALED)
+                scale(x, (size_t)shape_elements(&pipeline->in), rows[i]);
+            for (uint32_t row = 0; kind == ROWS_SPOILT && row < 3 && row < rows[i]; row++)
                 tensor_from_float(pipeline->dtype, &bad[row],
                                   (char *)x + row * chain_in_bytes(pipeline), 1);
-            if (spoilt && rows[i] > 3)
+            if (kind == ROWS_SPOILT && rows[i] > 3)
                 memset((char *)x + 3 * chain_in_bytes(pipeline), 0, chain_in_bytes(pipeline));
             jobs[k] =
                 chain_job(pipeline, x, chain_alloc(rows[i] * chain_out_bytes(pipeline)), rows[i]);
@@ -107,9 +124,9 @@ static void run(const char *text, const uint32_t *rows, int n, bool train, bool 
     pipeline_free(pipeline);
 }
 
-#define RUN(text, train, spoilt, tolerance, ...) \
-    run(text, (const uint32_t[]){__VA_ARGS__},   \
-        (int)(sizeof((uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t)), train, spoilt, tolerance)
+#define RUN(text, train, kind, tolerance, ...) \
+    run(text, (const uint32_t[]){__VA_ARGS__}, \
+        (int)(sizeof((uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t)), train, kind, tolerance)
 
 /* linear, group_norm and amin in registers, in narrow tiles. The smallest K that it takes; tiles
  * grow only when there are channels for every multiprocessor. */
@@ -117,9 +134,9 @@ static void small_narrow(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "fp32", "128") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
-        true, 1e-4, 3, 7, 100);
+        ROWS_SPOILT, 1e-4, 3, 7, 100);
     RUN(MODEL("float32", "fp32", "128") LINEAR("8192") NORM("512") AMIN OUTER("1, 8192, 1, 1"),
-        false, true, 1e-4, 40, 100, 180);
+        false, ROWS_SPOILT, 1e-4, 40, 100, 180);
 }
 
 /* The same in wide ones: of 64 channels, and of 128. */
@@ -127,7 +144,7 @@ static void small_wide(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "fp32", "128") LINEAR("8192") NORM("512") AMIN OUTER("1, 8192, 1, 1"),
-        false, true, 1e-4, 200, 300);
+        false, ROWS_SPOILT, 1e-4, 200, 300);
 }
 
 /* Two requests of 480 rows are in no graph: so few channels have too many ranges. */
@@ -135,23 +152,37 @@ static void small_kinds(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "tf32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
-        false, 1e-2, 5, 150, 512, 480);
+        ROWS_PLAIN, 1e-2, 5, 150, 512, 480);
     RUN(MODEL("float16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
-        false, 1e-2, 5, 150, 512);
+        ROWS_PLAIN, 1e-2, 5, 150, 512);
     RUN(MODEL("bfloat16", "fp32", "256") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
-        false, 5e-2, 5, 150, 512);
+        ROWS_PLAIN, 5e-2, 5, 150, 512);
+}
+
+/* Numbers of every size, in registers and by the library, and a norm with one channel a group. */
+static void small_scaled(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "128") LINEAR("256") NORM("16") AMIN OUTER("1, 256, 1, 1"), false,
+        ROWS_SCALED, 1e-4, 7, 100);
+    RUN(MODEL("float32", "fp32", "128") LINEAR("8192") NORM("512") AMIN OUTER("1, 8192, 1, 1"),
+        false, ROWS_SCALED, 1e-4, 200);
+    RUN(MODEL("float32", "fp32", "37") LINEAR("96") NORM("12") AMIN OUTER("96"), false, ROWS_SCALED,
+        1e-4, 5, 21);
+    RUN(MODEL("float32", "fp32", "37") LINEAR("24") NORM("24") AMIN OUTER("24"), false, ROWS_SPOILT,
+        1e-4, 5);
 }
 
 /* Products by cuBLASLt, between kernels of ours: split, pad, centre, finish, norm and minimum. */
 static void small_library(void **state)
 {
     (void)state;
-    RUN(MODEL("float32", "fp32", "37") LINEAR("96") NORM("12") AMIN OUTER("96"), false, true, 1e-4,
-        5, 21);
-    RUN(MODEL("float32", "tf32", "37") LINEAR("24") "{ op = \"clamp\"; min = 0.0; });", false, true,
-        1e-2, 5, 21);
+    RUN(MODEL("float32", "fp32", "37") LINEAR("96") NORM("12") AMIN OUTER("96"), false, ROWS_SPOILT,
+        1e-4, 5, 21);
+    RUN(MODEL("float32", "tf32", "37") LINEAR("24") "{ op = \"clamp\"; min = 0.0; });", false,
+        ROWS_SPOILT, 1e-2, 5, 21);
     RUN(MODEL("bfloat16", "fp32", "37") LINEAR("24") "{ op = \"clamp\"; min = 0.0; });", false,
-        false, 5e-2, 5);
+        ROWS_PLAIN, 5e-2, 5);
 }
 
 /* Three channels on tensor cores, with the norm; two by float32 units. */
@@ -159,11 +190,11 @@ static void small_conv(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
-        true, 1e-4, 1, 4);
+        ROWS_SPOILT, 1e-4, 1, 4);
     RUN(MODEL("float16", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
-        false, 1e-2, 2);
+        ROWS_PLAIN, 1e-2, 2);
     RUN(MODEL("float32", "fp32", "2, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.5"), true,
-        true, 1e-4, 1, 4);
+        ROWS_SPOILT, 1e-4, 1, 4);
 }
 
 /* Any shape on tensor cores: tiles of 16, 32, 48 and 64 outputs, several groups of channels, the
@@ -173,18 +204,18 @@ static void small_conv_implicit(void **state)
     (void)state;
     RUN(MODEL("float32", "fp32", "7, 5, 9, 11") CONV3D("10") "stride = 2; padding = 1; }," NORM("5")
             POINTS("0.5"),
-        true, true, 1e-4, 1, 4);
+        true, ROWS_SPOILT, 1e-4, 1, 4);
     RUN(MODEL("float32", "fp32", "20, 4, 7, 13") CONV3D("70") "padding = 1; }," NORM("7")
             POINTS("0.5"),
-        false, true, 1e-4, 3);
+        false, ROWS_SPOILT, 1e-4, 3);
     RUN(MODEL("float32", "fp32", "9, 3, 8, 8") CONV3D("20") "stride = [1, 2, 3]; }," NORM("1")
             POINTS("0.5"),
-        false, true, 1e-4, 4);
+        false, ROWS_SPOILT, 1e-4, 4);
     RUN(MODEL("float16", "fp32", "17, 3, 6, 9") CONV3D("24") "}," NORM("4") POINTS("0.5"), true,
-        false, 1e-2, 1, 4);
+        ROWS_PLAIN, 1e-2, 1, 4);
     RUN(MODEL("bfloat16", "fp32", "6, 5, 5, 20")
             CONV3D("48") "padding = [0, 1, 2]; }," POINTS("0.5"),
-        true, true, 5e-2, 3);
+        true, ROWS_SPOILT, 5e-2, 3);
 }
 
 /* cuDNN's, and the bias behind it. */
@@ -193,27 +224,28 @@ static void small_conv_library(void **state)
     (void)state;
     RUN(MODEL("float32", "fp32", "2, 5, 9, 11")
             CONV3D("6") "stride = 2; padding = 1; }," POINTS("0.5"),
-        false, false, 1e-4, 1, 4);
+        false, ROWS_PLAIN, 1e-4, 1, 4);
 }
 
 /* Groups of a warp, and of several blocks. */
 static void small_norm(void **state)
 {
     (void)state;
-    RUN(MODEL("float32", "fp32", "6, 50") NORM("3") POINTS("0.5"), true, true, 1e-4, 1, 9);
-    RUN(MODEL("float32", "fp32", "4, 15, 20, 30") NORM("2") POINTS("0.5"), true, false, 1e-4, 1, 3);
+    RUN(MODEL("float32", "fp32", "6, 50") NORM("3") POINTS("0.5"), true, ROWS_SPOILT, 1e-4, 1, 9);
+    RUN(MODEL("float32", "fp32", "4, 15, 20, 30") NORM("2") POINTS("0.5"), true, ROWS_PLAIN, 1e-4,
+        1, 3);
 }
 
 static void small_points(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "fp32", "7, 33") "{ op = \"amin\"; dim = 1; }," OUTER("3, 1, 33"), false,
-        true, 1e-6, 1, 9);
-    RUN(MODEL("float32", "fp32", "70, 3") "{ op = \"amin\"; dim = 1; }," POINTS("0.5"), true, true,
-        1e-6, 1, 9);
+        ROWS_SPOILT, 1e-6, 1, 9);
+    RUN(MODEL("float32", "fp32", "70, 3") "{ op = \"amin\"; dim = 1; }," POINTS("0.5"), true,
+        ROWS_SPOILT, 1e-6, 1, 9);
     RUN(MODEL("bfloat16", "fp32",
               "9, 5") "{ op = \"add\"; tensor = \"t\"; shape = [9, 1]; }," POINTS("0.5"),
-        true, true, 1e-2, 1, 9);
+        true, ROWS_SPOILT, 1e-2, 1, 9);
 }
 
 /* Adds that leave the shape as it is, among the other points: of every kind of tensor, behind the
@@ -225,23 +257,23 @@ static void small_adds(void **state)
     RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") ADD("t", "16, 1, 1, 1")
             ADD("u", "3, 1, 10") "{ op = \"clamp\"; min = -2.0; }," ADD("v", "16, 3, 7, 10")
                 POINTS("0.5"),
-        true, true, 1e-4, 1, 4);
+        true, ROWS_SPOILT, 1e-4, 1, 4);
     RUN(MODEL("float16", "fp32", "3, 5, 9, 70") CONV3D("10") "padding = 1; }," NORM("5")
             ADD("t", "9, 1") "{ op = \"dropout\"; p = 0.2; }," ADD("u", "10, 1, 1, 70")
                 ADD("v", "1") POINTS("0.5"),
-        true, false, 1e-2, 2);
+        true, ROWS_PLAIN, 1e-2, 2);
     RUN(MODEL("float32", "fp32", "3, 4, 9, 11") CONV3D("4") "}," NORM("2") ADD("t", "4, 1, 7, 1")
             ADD("u", "4, 2, 7, 9") ADD("v", "9") ADD("x", "2, 1, 1") ADD("y", "4, 1, 1, 9")
                 ADD("z", "7, 9") POINTS("0.5"),
-        false, true, 1e-4, 3);
+        false, ROWS_SPOILT, 1e-4, 3);
     RUN(MODEL("float32", "fp32", "4, 15, 20, 30") NORM("2") ADD("t", "4, 1, 1, 1")
             ADD("u", "15, 1, 30") POINTS("0.5"),
-        true, false, 1e-4, 1, 3);
-    RUN(MODEL("bfloat16", "fp32", "3, 5") ADD("t", "5") ADD("u", "3, 1") POINTS("0.5"), true, true,
-        1e-2, 1, 9);
+        true, ROWS_PLAIN, 1e-4, 1, 3);
+    RUN(MODEL("bfloat16", "fp32", "3, 5") ADD("t", "5") ADD("u", "3, 1") POINTS("0.5"), true,
+        ROWS_SPOILT, 1e-2, 1, 9);
     RUN(MODEL("float32", "fp32", "1, 7") ADD("t", "3, 1") ADD("u", "3, 7") ADD("v", "1, 7")
             POINTS("0.5"),
-        true, true, 1e-4, 1, 9);
+        true, ROWS_SPOILT, 1e-4, 1, 9);
 }
 
 /* The guard, the fill, and the full path of rows that the guard stops. */
@@ -249,9 +281,9 @@ static void small_constant(void **state)
 {
     (void)state;
     RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.0"), true,
-        true, 1e-4, 1, 9);
+        ROWS_SPOILT, 1e-4, 1, 9);
     RUN(MODEL("float32", "fp32", "3, 5, 9, 12") CONV3D("16") "}," NORM("8") POINTS("0.0"), false,
-        true, 1e-4, 9);
+        ROWS_SPOILT, 1e-4, 9);
 }
 
 int main(void)
@@ -262,7 +294,7 @@ int main(void)
         cmocka_unit_test(small_conv),     cmocka_unit_test(small_conv_library),
         cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
         cmocka_unit_test(small_constant), cmocka_unit_test(small_conv_implicit),
-        cmocka_unit_test(small_adds),
+        cmocka_unit_test(small_adds),     cmocka_unit_test(small_scaled),
     };
 
     return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
