@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/implicit.h"
+#include "kernels/cuda/shifted.h"
 
 #define THREADS         256
 #define BLOCK_OUTS      (INT64_C(1) << 21) /* outputs that keep a device busy */
@@ -21,12 +22,13 @@
 #define DIRECT_CHANNELS 5
 #define WORKSPACE_MAX   (UINT64_C(256) << 20)
 
-enum way { WAY_DIRECT, WAY_IMPLICIT, WAY_CUDNN };
+enum way { WAY_DIRECT, WAY_SHIFTED, WAY_IMPLICIT, WAY_CUDNN };
 
 struct conv {
     struct conv_shape shape;
     enum way way;
     struct implicit implicit;
+    struct shifted shifted;
     void *weights;
     float *bias;   /* padded to whole tiles of direct.cu; NULL: none */
     int64_t block; /* samples of one call of cuDNN */
@@ -74,6 +76,8 @@ static enum way way_of(const struct conv_shape *shape)
 {
     bool few = shape->in_channels <= DIRECT_CHANNELS && direct_fits(shape);
 
+    if (!few && shifted_fits(shape))
+        return WAY_SHIFTED;
     if (!few && implicit_fits(shape))
         return WAY_IMPLICIT;
     return shape->dtype == DTYPE_FLOAT32 && direct_fits(shape) ? WAY_DIRECT : WAY_CUDNN;
@@ -81,7 +85,9 @@ static enum way way_of(const struct conv_shape *shape)
 
 extern "C" bool conv_native(const struct conv_shape *shape)
 {
-    return shape->dtype != DTYPE_FLOAT32 && way_of(shape) == WAY_IMPLICIT;
+    enum way way = way_of(shape);
+
+    return shape->dtype != DTYPE_FLOAT32 && (way == WAY_SHIFTED || way == WAY_IMPLICIT);
 }
 
 extern "C" bool conv_pads(const struct conv_shape *shape)
@@ -110,6 +116,8 @@ static uint64_t weights_of(const struct conv_shape *shape)
     switch (way_of(shape)) {
     case WAY_DIRECT:
         return (uint64_t)direct_weights(shape) * sizeof(float);
+    case WAY_SHIFTED:
+        return shifted_weights(shape);
     case WAY_IMPLICIT:
         return implicit_weights(shape);
     default:
@@ -217,6 +225,8 @@ static int take_weights(struct conv *conv, const float *weight, const float *bia
     r = CUDA(report, cudaMalloc(&conv->weights, size));
     if (r == 0 && conv->way == WAY_DIRECT)
         r = direct_repack(shape, stream, weight, (float *)conv->weights, report);
+    else if (r == 0 && conv->way == WAY_SHIFTED)
+        r = shifted_repack(&conv->shifted, shape, stream, weight, conv->weights, report);
     else if (r == 0 && conv->way == WAY_IMPLICIT)
         r = implicit_repack(&conv->implicit, shape, stream, weight, conv->weights, report);
     else if (r == 0)
@@ -246,6 +256,7 @@ extern "C" int conv_new(const struct conv_shape *shape, const float *weight, con
     conv->shape = *shape;
     conv->way = way_of(shape);
     r = conv->way == WAY_DIRECT     ? direct_prepare(shape, report)
+        : conv->way == WAY_SHIFTED  ? shifted_prepare(shape, &conv->shifted, report)
         : conv->way == WAY_IMPLICIT ? implicit_prepare(shape, &conv->implicit, report)
                                     : set_up_cudnn(conv, report);
     if (r == 0)
@@ -256,8 +267,14 @@ extern "C" int conv_new(const struct conv_shape *shape, const float *weight, con
         conv_free(conv);
         return r;
     }
+    if (conv->way == WAY_SHIFTED)
+        conv->workspace = (size_t)shifted_workspace(&conv->shifted);
     if (conv->way == WAY_DIRECT)
         snprintf(conv->text, sizeof(conv->text), "from shared memory, float32 multiply-adds");
+    else if (conv->way == WAY_SHIFTED)
+        snprintf(conv->text, sizeof(conv->text),
+                 "tensor cores, one product, laid out for wgmma, %lld samples at a time",
+                 (long long)conv->shifted.rows);
     else if (conv->way == WAY_IMPLICIT)
         snprintf(conv->text, sizeof(conv->text), "tensor cores, %s, tiles of %d x %d x %d",
                  shape->dtype == DTYPE_FLOAT32 ? "three products of TF32 parts" : "one product",
@@ -304,6 +321,8 @@ extern "C" unsigned conv_launches(const struct conv *conv, int64_t rows)
 {
     unsigned blocks;
 
+    if (conv->way == WAY_SHIFTED)
+        return shifted_launches(&conv->shifted, rows);
     if (conv->way != WAY_CUDNN)
         return 1;
     blocks = (unsigned)(conv_rows(&conv->shape, rows) / conv->block);
@@ -331,6 +350,9 @@ extern "C" int conv_run(const struct conv *conv, cudaStream_t stream, void *work
     if (conv->way == WAY_DIRECT)
         return direct_cuda(shape, stream, (const float *)conv->weights, conv->bias,
                            (const float *)x, rows, y, report);
+    if (conv->way == WAY_SHIFTED)
+        return shifted_cuda(&conv->shifted, shape, stream, workspace, conv->weights, conv->bias, x,
+                            rows, y, report);
     if (conv->way == WAY_IMPLICIT)
         return implicit_cuda(&conv->implicit, shape, stream, conv->weights, conv->bias, x, rows, y,
                              report);

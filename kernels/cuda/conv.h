@@ -1,8 +1,9 @@
 /*
  * conv.h - three-dimensional convolution, to float32
  *
- * Three ways: direct.cu for few channels and stride 1, implicit.cu for more on tensor cores, cuDNN
- * for the rest. All give a sample the same bits in any batch.
+ * Four ways: direct.cu for few channels and stride 1; on tensor cores shifted_product.cu for 16
+ * bits and stride 1, implicit.cu for most others; cuDNN for the rest. All give a sample the same
+ * bits in any batch.
  */
 #pragma once
 

@@ -306,10 +306,12 @@ template <int N, bool BFLOAT>
 static __device__ __forceinline__ void product(float (&d)[N / 2], uint64_t left, uint64_t right,
                                                int accumulate)
 {
-    static_assert(N == 8 || N == 16 || N == 32 || (N >= 64 && N <= 192 && N % 8 == 0), "N");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 48 || (N >= 64 && N <= 192 && N % 8 == 0),
+                  "N");
     PRODUCT_OF(8, 4, 4, 5, 6);
     PRODUCT_OF(16, 8, 8, 9, 10);
     PRODUCT_OF(32, 16, 16, 17, 18);
+    PRODUCT_OF(48, 24, 24, 25, 26);
     PRODUCT_OF(64, 32, 32, 33, 34);
     PRODUCT_OF(72, 36, 36, 37, 38);
     PRODUCT_OF(80, 40, 40, 41, 42);

@@ -1,9 +1,12 @@
 /*
- * models.h - the two pipelines at real and at small size, with weights made for them
+ * models.h - the two pipelines at real and at small size, with weights made for them; and a model's
+ * rows against the plain stages
  */
 #pragma once
 
 #include "tests/gpu/device.h"
+
+#include "kernels/reference.h"
 
 #define MODEL_A                                                                            \
     "name = \"a\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\"; precision = \"%s\";" \
@@ -79,4 +82,56 @@ static inline void models_input(float *x, size_t n, uint64_t seed, float low)
         state = state * 6364136223846793005u + 1442695040888963407u;
         x[i] = (float)(state >> 40) * 0x1p-24f + low;
     }
+}
+
+/* Rows of x, in the pipeline's dtype, through a plan of at most 64 rows. */
+static inline void models_run(const struct pipeline *pipeline, const void *x, void *y,
+                              uint32_t rows, bool train)
+{
+    struct plan *plan = device_load(device_get(), pipeline, 64);
+    size_t esize = dtype_size(pipeline->dtype);
+    size_t x_size = rows * (size_t)shape_elements(&pipeline->in) * esize;
+    struct job job = {.x = x,
+                      .y = y,
+                      .y_size = rows * (uint64_t)shape_elements(&pipeline->out) * esize,
+                      .rows = rows,
+                      .train = train,
+                      .seed = 7,
+                      .offset = 12};
+
+    device_run_in(device_get(), plan, &job, 1, &x_size, 2, 0);
+    assert_int_equal(job.result, 0);
+    device_get()->ops->unload(device_get()->backend, plan);
+}
+
+/* These rows against float64; where that is NaN, y has to be. */
+static inline void models_check(const struct pipeline *pipeline, float *x, uint32_t rows,
+                                const char *what, double tolerance)
+{
+    size_t in = rows * (size_t)shape_elements(&pipeline->in);
+    size_t out = rows * (size_t)shape_elements(&pipeline->out);
+    size_t esize = dtype_size(pipeline->dtype);
+    float *y = array(out, sizeof(*y));
+    double *want = array(out, sizeof(*want)), error = 0;
+    char *x_own = array(in, esize), *y_own = array(out, esize);
+    struct reference_run how = {.rows = rows};
+    struct report report;
+
+    tensor_from_float(pipeline->dtype, x, x_own, in);
+    tensor_to_float(pipeline->dtype, x_own, x, in);
+    models_run(pipeline, x_own, y_own, rows, false);
+    tensor_to_float(pipeline->dtype, y_own, y, out);
+    if (reference_run(pipeline, pipeline->n_stages, &how, x, want, true, &report) < 0)
+        fail_msg("%s", report.text);
+    for (size_t i = 0; i < out; i++) {
+        if (isnan(want[i]) ? !isnan(y[i]) : !(fabs((double)y[i] - want[i]) <= tolerance))
+            fail_msg("%s: y[%zu] is %.9g, not %.9g", what, i, (double)y[i], want[i]);
+        if (!isnan(want[i]))
+            error = fmax(error, fabs((double)y[i] - want[i]));
+    }
+    printf("%s: largest error %.3g\n", what, error);
+    free(y);
+    free(want);
+    free(x_own);
+    free(y_own);
 }

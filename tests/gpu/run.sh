@@ -64,7 +64,7 @@ all_ended() {
 
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_constant test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_shifted test_constant test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
     one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary
@@ -75,7 +75,7 @@ sanitizer)
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     for tool in racecheck memcheck initcheck synccheck; do
         run=("$sanitizer" --tool "$tool" --error-exitcode 9)
-        for t in narrow wide scaled kinds library conv conv_implicit conv_library norm points adds constant; do
+        for t in narrow wide scaled kinds library conv conv_implicit conv_shifted conv_library norm points adds constant; do
             beside "${LIMIT_S:-120}" "$tool: small_$t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_gpu_small"
         done
         beside "${LIMIT_S:-120}" "$tool: conv bound" env TESTS=test_bound "${run[@]}" "$B/tests/gpu/test_conv"

@@ -7,8 +7,6 @@
 
 #include <float.h>
 
-#include "kernels/reference.h"
-
 #define MODEL                                                                                  \
     "name = \"c\"; weights = \"" FIXTURE_WEIGHTS "\"; dtype = \"%s\"; prove = %s;"             \
     "input = { shape = [3, %d, %d, %d]; }; stages = ({ op = \"conv3d\"; weight = \"w\";"       \
@@ -37,57 +35,6 @@ static struct pipeline *build(const struct shape_case *c, const char *prove, con
     return models_build(&fixture, text, 81);
 }
 
-/* Rows of x, in the pipeline's dtype, through a plan of at most 64 rows. */
-static void run(const struct pipeline *pipeline, const void *x, void *y, uint32_t rows, bool train)
-{
-    struct plan *plan = device_load(device_get(), pipeline, 64);
-    size_t esize = dtype_size(pipeline->dtype);
-    size_t x_size = rows * (size_t)shape_elements(&pipeline->in) * esize;
-    struct job job = {.x = x,
-                      .y = y,
-                      .y_size = rows * (uint64_t)shape_elements(&pipeline->out) * esize,
-                      .rows = rows,
-                      .train = train,
-                      .seed = 7,
-                      .offset = 12};
-
-    device_run_in(device_get(), plan, &job, 1, &x_size, 2, 0);
-    assert_int_equal(job.result, 0);
-    device_get()->ops->unload(device_get()->backend, plan);
-}
-
-/* These rows against float64; where that is NaN, y has to be. */
-static void check_rows(const struct pipeline *pipeline, float *x, uint32_t rows, const char *what,
-                       double tolerance)
-{
-    size_t in = rows * (size_t)shape_elements(&pipeline->in);
-    size_t out = rows * (size_t)shape_elements(&pipeline->out);
-    size_t esize = dtype_size(pipeline->dtype);
-    float *y = array(out, sizeof(*y));
-    double *want = array(out, sizeof(*want)), error = 0;
-    char *x_own = array(in, esize), *y_own = array(out, esize);
-    struct reference_run how = {.rows = rows};
-    struct report report;
-
-    tensor_from_float(pipeline->dtype, x, x_own, in);
-    tensor_to_float(pipeline->dtype, x_own, x, in);
-    run(pipeline, x_own, y_own, rows, false);
-    tensor_to_float(pipeline->dtype, y_own, y, out);
-    if (reference_run(pipeline, pipeline->n_stages, &how, x, want, true, &report) < 0)
-        fail_msg("%s", report.text);
-    for (size_t i = 0; i < out; i++) {
-        if (isnan(want[i]) ? !isnan(y[i]) : !(fabs((double)y[i] - want[i]) <= tolerance))
-            fail_msg("%s: y[%zu] is %.9g, not %.9g", what, i, (double)y[i], want[i]);
-        if (!isnan(want[i]))
-            error = fmax(error, fabs((double)y[i] - want[i]));
-    }
-    printf("%s: largest error %.3g\n", what, error);
-    free(y);
-    free(want);
-    free(x_own);
-    free(y_own);
-}
-
 /* Ends the pipeline. */
 static void check(struct pipeline *pipeline, uint32_t rows, const char *what, double tolerance)
 {
@@ -95,7 +42,7 @@ static void check(struct pipeline *pipeline, uint32_t rows, const char *what, do
     float *x = array(in, sizeof(*x));
 
     models_input(x, in, 5, -0.5f);
-    check_rows(pipeline, x, rows, what, tolerance);
+    models_check(pipeline, x, rows, what, tolerance);
     pipeline_free(pipeline);
     free(x);
 }
@@ -175,7 +122,7 @@ static void test_odd_tiles(void **state)
             for (size_t i = 0; i < in; i++)
                 if (row >= 4 || i / 70 % 18 < 6)
                     x[row * in + i] *= times[row % 4];
-        check_rows(pipelines[p], x, ROWS, p ? "odd weights" : "tiles of zeros", 1e-5);
+        models_check(pipelines[p], x, ROWS, p ? "odd weights" : "tiles of zeros", 1e-5);
         pipeline_free(pipelines[p]);
         free(x);
     }
@@ -195,7 +142,7 @@ static void test_outlier(void **state)
     for (size_t i = 0; i < in; i++)
         x[i] =
             i / (132 * 130) % 32 < 4 && i / 130 % 132 < 6 && i % 130 < 66 ? 0 : 100 + x[i] * 0.01f;
-    check_rows(pipeline, x, 1, "an outlier", 5e-4);
+    models_check(pipeline, x, 1, "an outlier", 5e-4);
     pipeline_free(pipeline);
     free(x);
 }
@@ -211,13 +158,13 @@ static void test_batches(void **state)
 
     (void)state;
     models_input(x, ROWS * in, 9, -0.5f);
-    run(pipeline, x, want, ROWS, false);
+    models_run(pipeline, x, want, ROWS, false);
     for (int i = 0; i < 20; i++) {
-        run(pipeline, x, y, ROWS, false);
+        models_run(pipeline, x, y, ROWS, false);
         assert_memory_equal(y, want, ROWS * out * 4);
     }
     for (uint32_t row = 0; row < ROWS; row++) {
-        run(pipeline, x + row * in, y, 1, false);
+        models_run(pipeline, x + row * in, y, 1, false);
         assert_memory_equal(y, want + row * out, out * 4);
     }
     pipeline_free(pipeline);
@@ -265,13 +212,13 @@ static void test_positions(void **state)
 
     (void)state;
     models_input(x, rows * in, 3, -0.5f);
-    run(pipeline, x, clean, rows, false);
+    models_run(pipeline, x, clean, rows, false);
     for (uint32_t row = 0; row < rows; row += 2) {
         const int *p = at[row / 2 / 3];
 
         x[row * in + (((row / 2 % 3) * 5 + p[0]) * 20 + p[1]) * 70 + p[2]] = bad[(row / 2) % 3];
     }
-    run(pipeline, x, y, rows, false);
+    models_run(pipeline, x, y, rows, false);
     for (uint32_t row = 0; row < rows; row++)
         if (row % 2)
             same("beside a spoilt sample", row, clean + row * out, y + row * out, out);
@@ -315,8 +262,8 @@ static void test_bound(void **state)
         x[row * in + row * 97 % in] = row < 8 ? most[row % 8] : -most[row % 8];
     }
     for (int train = 0; train < 2; train++) {
-        run(whole, x, want, ROWS, train);
-        run(proven, x, y, ROWS, train);
+        models_run(whole, x, want, ROWS, train);
+        models_run(proven, x, y, ROWS, train);
         for (uint32_t row = 0; row < ROWS; row++)
             same("with the proof", row, want + row * out, y + row * out, out);
     }

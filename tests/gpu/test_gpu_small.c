@@ -211,11 +211,29 @@ static void small_conv_implicit(void **state)
     RUN(MODEL("float32", "fp32", "9, 3, 8, 8") CONV3D("20") "stride = [1, 2, 3]; }," NORM("1")
             POINTS("0.5"),
         false, ROWS_SPOILT, 1e-4, 4);
+    RUN(MODEL("float16", "fp32", "17, 5, 6, 9") CONV3D("24") "stride = [2, 1, 1]; }," NORM("4")
+            POINTS("0.5"),
+        true, ROWS_PLAIN, 1e-2, 1, 4);
+    RUN(MODEL("bfloat16", "fp32", "6, 5, 5, 20")
+            CONV3D("48") "stride = [1, 1, 2]; padding = [0, 1, 2]; }," POINTS("0.5"),
+        true, ROWS_SPOILT, 5e-2, 3);
+}
+
+/* 16 bits with stride 1 by wgmma: channels that fill no step, more outputs than a block takes,
+ * several tiles to a sample, windows in lines alone. */
+static void small_conv_shifted(void **state)
+{
+    (void)state;
     RUN(MODEL("float16", "fp32", "17, 3, 6, 9") CONV3D("24") "}," NORM("4") POINTS("0.5"), true,
         ROWS_PLAIN, 1e-2, 1, 4);
     RUN(MODEL("bfloat16", "fp32", "6, 5, 5, 20")
             CONV3D("48") "padding = [0, 1, 2]; }," POINTS("0.5"),
         true, ROWS_SPOILT, 5e-2, 3);
+    RUN(MODEL("float16", "fp32", "20, 4, 9, 12") CONV3D("140") "padding = 1; }," POINTS("0.5"),
+        false, ROWS_SPOILT, 1e-2, 4);
+    RUN(MODEL("bfloat16", "fp32", "40, 1, 3, 30")
+            CONV3D("20") "padding = [1, 0, 2]; }," POINTS("0.5"),
+        false, ROWS_PLAIN, 5e-2, 2);
 }
 
 /* cuDNN's, and the bias behind it. */
@@ -289,12 +307,13 @@ static void small_constant(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(small_narrow),   cmocka_unit_test(small_wide),
-        cmocka_unit_test(small_kinds),    cmocka_unit_test(small_library),
-        cmocka_unit_test(small_conv),     cmocka_unit_test(small_conv_library),
-        cmocka_unit_test(small_norm),     cmocka_unit_test(small_points),
-        cmocka_unit_test(small_constant), cmocka_unit_test(small_conv_implicit),
-        cmocka_unit_test(small_adds),     cmocka_unit_test(small_scaled),
+        cmocka_unit_test(small_narrow),       cmocka_unit_test(small_wide),
+        cmocka_unit_test(small_kinds),        cmocka_unit_test(small_library),
+        cmocka_unit_test(small_conv),         cmocka_unit_test(small_conv_library),
+        cmocka_unit_test(small_norm),         cmocka_unit_test(small_points),
+        cmocka_unit_test(small_constant),     cmocka_unit_test(small_conv_implicit),
+        cmocka_unit_test(small_conv_shifted), cmocka_unit_test(small_adds),
+        cmocka_unit_test(small_scaled),
     };
 
     return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
