@@ -328,6 +328,42 @@ static void fill_run(struct window_run *run, const struct conv_norm_shape *shape
         run->together_log++;
     run->tile_sets = (int)(outs_padded(shape) / WINDOW_OUTS);
     run->eps = shape->eps;
+    run->per_width =
+        (1u << 16) / (uint32_t)(run->out[2] < WINDOW_TILE_W ? run->out[2] : WINDOW_TILE_W) + 1;
+}
+
+/* How far from its first number a summand is with a row's element e. */
+static uint32_t summand_at(const struct summand *summand, int64_t e)
+{
+    uint32_t at = 0;
+
+    for (int d = summand->rank - 1; d >= 0; d--) {
+        at += (uint32_t)(e % summand->dims[d]) * summand->stride[d];
+        e /= summand->dims[d];
+    }
+    return at;
+}
+
+/* A step in one dimension is one of so many elements; where a dimension has no second index, it
+ * does not matter what is found for it. */
+static struct window_summand summand_of(const struct window_run *run, const struct summand *summand)
+{
+    const uint32_t width = (uint32_t)run->out[2];
+    const int64_t plane = (int64_t)run->out[1] * run->out[2];
+    struct window_summand of = {summand->tensor,
+                                summand_at(summand, run->spatial),
+                                summand_at(summand, plane),
+                                summand_at(summand, width),
+                                summand_at(summand, 1),
+                                0,
+                                SUMMAND_ANY};
+
+    of.turn = of.line - width * of.column;
+    if (of.line == 0 && of.column == 0)
+        of.kind = SUMMAND_ONE;
+    else if (run->tiles[2] == 1 && plane % 4 == 0 && of.column == 1 && of.turn == 0)
+        of.kind = SUMMAND_FOURS; /* planes are whole, so all is at multiples of four */
+    return of;
 }
 
 extern "C" int conv_norm_new(const struct conv_norm_shape *shape, const float *weight,
@@ -390,5 +426,7 @@ extern "C" int conv_norm_run(const struct conv_norm *fused, cudaStream_t stream,
     run.dealt = counters;
     run.ended = counters + 1;
     run.arrived = counters + 2;
+    for (int i = 0; i < tail->n_summands; i++)
+        run.summands[i] = summand_of(&run, &tail->summands[i]);
     return window_cuda(stream, &run, tail, report);
 }

@@ -235,6 +235,29 @@ static void add_summand(struct summand *to, const struct stage *stage)
     }
 }
 
+/* -0 lies below +0. */
+static float greater(float a, float b)
+{
+    return a < b || (a == b && signbit(a)) ? b : a;
+}
+
+static float lesser(float a, float b)
+{
+    return b < a || (a == b && signbit(b)) ? b : a;
+}
+
+/* Limits that follow one another are one: minimum and maximum distribute over each other. */
+static bool join_limits(struct tail *tail, const struct point *point)
+{
+    struct point *before = tail->n_points > 0 ? &tail->points[tail->n_points - 1] : NULL;
+
+    if (!before || before->kind != POINT_LIMIT || point->kind != POINT_LIMIT)
+        return false;
+    before->low = greater(before->low, point->low);
+    before->high = lesser(greater(before->high, point->low), point->high);
+    return true;
+}
+
 static void add_point(struct builder *b, struct tail *tail, const struct stage *stage)
 {
     struct point *point = &tail->points[tail->n_points];
@@ -270,7 +293,8 @@ static void add_point(struct builder *b, struct tail *tail, const struct stage *
             (struct mask){stage->dropout.p, shape_elements(&stage->out)};
         break;
     }
-    tail->n_points++;
+    if (!join_limits(tail, point))
+        tail->n_points++;
 }
 
 /* Everything pointwise that follows joins the tail, while it has room for adds. */

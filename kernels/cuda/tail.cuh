@@ -43,15 +43,6 @@ stream_at(const struct tail &tail, const struct segment &seg, int64_t row, uint3
     return {(uint64_t)turn, (uint32_t)(group - turn * threads), (uint32_t)threads};
 }
 
-static __device__ __forceinline__ struct stream stream_further(const struct stream &from,
-                                                               uint32_t n)
-{
-    const uint32_t turns = n / from.threads, rest = n - turns * from.threads;
-    const bool over = from.thread + rest >= from.threads;
-
-    return {from.turn + turns + over, from.thread + rest - (over ? from.threads : 0), from.threads};
-}
-
 /* s: which of the tail's segments. */
 static __device__ __forceinline__ void mask_row(const struct tail &tail, const struct point &point,
                                                 uint64_t seed, int s, const struct stream &stream,
@@ -82,18 +73,22 @@ static __device__ __forceinline__ void add_row(const struct summand &summand, ui
 #pragma unroll
     for (int k = 0; k < WIDTH; k++) {
         if (left == 0) {
-            uint32_t rest = e + k;
+            uint32_t index = e + k;
 
             at = 0;
 #pragma unroll 1
-            for (int d = last; d >= 0; d--) {
-                const uint32_t next = rest / summand.dims[d];
-                const uint32_t index = rest - next * summand.dims[d];
+            for (int d = last; d > 0; d--) {
+                const uint32_t next = index / summand.dims[d];
 
+                index -= next * summand.dims[d];
                 at += index * summand.stride[d];
                 left = d == last ? summand.dims[d] - index : left;
-                rest = next;
+                index = next;
             }
+            while (index >= summand.dims[0]) /* behind the end */
+                index -= summand.dims[0];
+            at += index * summand.stride[0];
+            left = last == 0 ? summand.dims[0] - index : left;
         }
         v[k] += __ldg(&summand.tensor[at]);
         at += summand.stride[last];

@@ -423,14 +423,12 @@ static __device__ __forceinline__ void send_all(const struct window_run &run,
         barrier_wait(shared_address(&shared.known[s]), round % 2);
         if (slot.tile.row < 0)
             return;
-        if (ADDS)
-            send_runs<TO, FINISH_ADDS>(run, tail, slot, values + s * SLOT, warp);
-        else if (!slot.end.plain)
-            send_runs<TO, FINISH_MASKS>(run, tail, slot, values + s * SLOT, warp);
+        if (ADDS || !slot.end.plain)
+            send_points<TO, ADDS>(run, tail, slot, values + s * SLOT, warp);
         else if (fours && (uintptr_t)slot.end.to % (WIDTH * sizeof(TO)) == 0)
             send_fours<TO>(run, slot, values + s * SLOT, warp);
         else
-            send_runs<TO, FINISH_LIMIT>(run, tail, slot, values + s * SLOT, warp);
+            send_runs<TO>(run, slot, values + s * SLOT, warp);
         arrive(&shared.sent[s]);
     }
 }

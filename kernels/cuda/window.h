@@ -49,9 +49,24 @@ struct window_end {
     void *to;
     uint64_t seed, turn; /* of the mask, and where it begins */
     uint32_t thread, threads;
-    int32_t s; /* which of the tail's segments */
+    uint32_t inverse; /* of threads, times 2^32 */
+    int32_t s;        /* which of the tail's segments */
     float low, high;
     uint32_t plain; /* no mask: low and high are all its limits, if nothing adds */
+};
+
+/* A tail's summand, as runs of results go over it. */
+enum window_summand_kind {
+    SUMMAND_ONE,   /* a number for a run */
+    SUMMAND_FOURS, /* its numbers lie as results do, in whole fours */
+    SUMMAND_ANY
+};
+
+struct window_summand {
+    const float *tensor;
+    uint32_t channel, depth, line, column; /* how far it goes with each: 0 where it broadcasts */
+    uint32_t turn;                         /* line, less what a line's columns went */
+    enum window_summand_kind kind;
 };
 
 struct window_run {
@@ -79,6 +94,8 @@ struct window_run {
     /* Zeros before a run and after it: items dealt, warps that have ended, and of each row tiles
      * whose moments are there. */
     uint32_t *dealt, *ended, *arrived;
+    uint32_t per_width; /* of a run's lines: its inverse, times 2^16, and more */
+    struct window_summand summands[SUMMANDS_MAX];
 };
 
 /* Before the first launch; tells how many blocks run at a time. */

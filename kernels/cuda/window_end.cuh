@@ -112,31 +112,11 @@ struct even_end {
     }
 };
 
-template <bool ADDS>
-static __device__ __forceinline__ void
-finish_four(const struct tail &tail, const struct window_end &to, uint32_t e, float v[WIDTH])
-{
-    for (int p = 0; p < tail.n_points; p++) {
-        const struct point &point = tail.points[p];
-
-        if (point.kind == POINT_LIMIT)
-            limit(point.low, point.high, v);
-        else if (ADDS && point.kind == POINT_ADD)
-            add_row(tail.summands[point.summand], e, v);
-        else if (!to.plain)
-            mask_row(tail, point, to.seed, to.s,
-                     stream_further({to.turn, to.thread, to.threads}, e / WIDTH), v);
-    }
-}
-
-/* What is left to do with values: nothing but one limit; or points, masks among them; or adds. */
-enum finish { FINISH_LIMIT, FINISH_MASKS, FINISH_ADDS };
-
 /* One run of a slot, by a warp. */
-template <typename TO, enum finish FINISH>
-static __device__ __forceinline__ void
-send_run(const struct tail &tail, const struct window_end &to, const float *from, uint32_t e,
-         int length, float mean, float scale, float shift)
+template <typename TO>
+static __device__ __forceinline__ void send_run(const struct window_end &to, const float *from,
+                                                uint32_t e, int length, float mean, float scale,
+                                                float shift)
 {
     const int skip = e % WIDTH, end = skip + length;
 
@@ -148,20 +128,16 @@ send_run(const struct tail &tail, const struct window_end &to, const float *from
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             v[k] = __fmaf_rn(v[k] - mean, scale, shift);
-        if (FINISH == FINISH_LIMIT)
-            limit(to.low, to.high, v);
-        else
-            finish_four<FINISH == FINISH_ADDS>(tail, to, e - skip + i, v);
+        limit(to.low, to.high, v);
         store_row<TO>(to.to, (uintptr_t)to.to % (WIDTH * sizeof(TO)) == 0, e - skip + i,
                       i ? 0 : skip, min(WIDTH, end - i), v);
     }
 }
 
-/* A warp's share of a slot: every DRAINS-th run. */
-template <typename TO, enum finish FINISH>
-static __device__ __forceinline__ void send_runs(const struct window_run &run,
-                                                 const struct tail &tail, const struct slot &slot,
-                                                 const float *values, int warp)
+/* A warp's share of a slot where limits alone are left to do: every DRAINS-th run. */
+template <typename TO>
+static __device__ __forceinline__ void
+send_runs(const struct window_run &run, const struct slot &slot, const float *values, int warp)
 {
     const struct tile &tile = slot.tile;
     const int channels = min(WINDOW_OUTS, run.outs - slot.set * WINDOW_OUTS);
@@ -176,10 +152,20 @@ static __device__ __forceinline__ void send_runs(const struct window_run &run,
 
 #pragma unroll 1
         for (int c = (warp + i) % DRAINS; c < channels; c += DRAINS)
-            send_run<TO, FINISH>(tail, slot.end, values + runs.place(depth, c, line),
-                                 runs.element(c, line), length, slot.mean[c], slot.scale[c],
-                                 slot.shift[c]);
+            send_run<TO>(slot.end, values + runs.place(depth, c, line), runs.element(c, line),
+                         length, slot.mean[c], slot.scale[c], slot.shift[c]);
     }
+}
+
+/* Where the mask's words of a row's n-th four come from. Rounded down, the inverse gives the
+ * quotient or one less. */
+static __device__ __forceinline__ struct stream end_stream(const struct window_end &end, uint32_t n)
+{
+    const uint32_t all = end.thread + n, turns = __umulhi(all, end.inverse);
+    const uint32_t rest = all - turns * end.threads;
+    const bool over = rest >= end.threads;
+
+    return {end.turn + turns + over, rest - (over ? end.threads : 0), end.threads};
 }
 
 /* Two fours of a channel and depth, which are most often all that there are, and what they need. */
@@ -189,7 +175,7 @@ template <typename TO> struct fours {
     TO *to;
 
     __device__ __forceinline__ void load(const struct window_run &run, const struct slot &slot,
-                                         const float *values, int i, int n)
+                                         const float *values, int i)
     {
         const int c = i % WINDOW_OUTS, depth = i / WINDOW_OUTS, lane = threadIdx.x % WARP;
         const struct runs runs = runs_of(run, slot.tile, slot.set, depth);
@@ -199,10 +185,11 @@ template <typename TO> struct fours {
         scale = slot.scale[c];
         shift = slot.shift[c];
         to = (TO *)slot.end.to + runs.element(c, 0) + lane * WIDTH;
+        /* Behind the end of the run too, where nothing is sent from: what only some lanes load
+         * takes registers all along. */
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            if (lane + k * WARP < n)
-                v[k] = from[k * WARP];
+            v[k] = from[k * WARP];
     }
 
     __device__ __forceinline__ void send(float low, float high, int n) const
@@ -238,10 +225,240 @@ send_fours(const struct window_run &run, const struct slot &slot, const float *v
     for (int i = warp; i < all; i += 2 * DRAINS) {
         struct fours<TO> a, b;
 
-        a.load(run, slot, values, i, n);
-        b.load(run, slot, values, i + DRAINS, n);
+        a.load(run, slot, values, i);
+        b.load(run, slot, values, i + DRAINS);
         a.send(low, high, n);
         b.send(low, high, n);
+    }
+}
+
+/*
+ * How a slot is cut where points are left to do. A share is a four for each lane, of one run: all
+ * of the run, or the first or second half of it. Shares count halves first, then the 16 channels,
+ * then lines that are runs, then depths.
+ */
+struct cut {
+    int lines, length; /* runs of a channel at a depth; outputs of a run */
+    int channels;      /* of 16 */
+    int twice;         /* 1: a run has more fours than a warp has lanes; else 0 */
+
+    __device__ __forceinline__ int shares(const struct tile &tile) const
+    {
+        return tile.size[0] * lines * WINDOW_OUTS << twice;
+    }
+};
+
+static __device__ __forceinline__ struct cut cut_of(const struct window_run &run,
+                                                    const struct slot &slot)
+{
+    const struct tile &tile = slot.tile;
+    const bool lone = run.tiles[2] > 1;
+    const int length = lone ? tile.size[2] : tile.size[1] * tile.size[2];
+
+    /* Two shares do for every run: the longest, four lines of 64, begins with a four. */
+    return {lone ? tile.size[1] : 1, length, min(WINDOW_OUTS, run.outs - slot.set * WINDOW_OUTS),
+            length + WIDTH - 1 > WARP * WIDTH};
+}
+
+/*
+ * The line of a run's element, by the inverse of the width. That is (2^16 + d) / width with
+ * 0 < d <= width: the quotient becomes too large by at d / 2^16 / width, which is less than
+ * 1 / width, and so never reaches the next line.
+ */
+static __device__ __forceinline__ uint32_t line_of(const struct window_run &run, uint32_t at)
+{
+    static_assert(WINDOW_TILE_H * WINDOW_TILE_W * WINDOW_TILE_W <= 1 << 16, "at d < 2^16");
+    return at * run.per_width >> 16;
+}
+
+#define FOURS 4 /* that a lane has at a time: as many as registers hold */
+
+/* A lane's fours of FOURS shares, which are of the same lines, and the same half, of channels that
+ * are `step` apart. */
+struct four_runs {
+    float v[FOURS][WIDTH];
+    uint32_t begin, apart; /* of the first run in the result; from one run to the next */
+    int from;              /* of the fours, from the last multiple of four before their runs */
+    int channel, step;
+    int depth, line; /* in the tile */
+
+    __device__ __forceinline__ int skip(int j) const
+    {
+        return (begin + j * apart) % WIDTH;
+    }
+
+    /* In the result: a multiple of four. */
+    __device__ __forceinline__ uint32_t element(int j) const
+    {
+        return begin + j * apart - skip(j) + from;
+    }
+
+    /* What follows from these is found again: there are no registers to keep it for all points. */
+    __device__ __forceinline__ void forget(void)
+    {
+        asm volatile("" : "+r"(begin), "+r"(apart), "+r"(from), "+r"(channel)::"memory");
+    }
+
+    /* Of share i and every DRAINS-th behind it, normalised. What lies beside a run, or in a channel
+     * that is none, is taken too, but not sent. */
+    __device__ __forceinline__ void take(const struct window_run &run, const struct slot &slot,
+                                         const struct cut &cut, const float *values, int i)
+    {
+        static_assert(WINDOW_TILE_D == 2, "depth");
+        const int rest = (i >> cut.twice) / WINDOW_OUTS;
+
+        channel = (i >> cut.twice) % WINDOW_OUTS;
+        step = DRAINS >> cut.twice;
+        depth = rest >= cut.lines;
+        line = depth ? rest - cut.lines : rest;
+        from = ((i & cut.twice) * WARP + threadIdx.x % WARP) * WIDTH;
+
+        const struct runs runs = runs_of(run, slot.tile, slot.set, depth);
+
+        begin = runs.element(channel, line);
+        apart = step * runs.volume;
+
+        const int in = runs.lone ? min(from, LINE_PITCH - WIDTH) : from; /* the slot */
+
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) {
+            const int c = channel + j * step;
+            const float mean = slot.mean[c], scale = slot.scale[c], shift = slot.shift[c];
+            const float4 sums = *(const float4 *)(values + runs.place(depth, c, line) + in);
+
+            v[j][0] = __fmaf_rn(sums.x - mean, scale, shift);
+            v[j][1] = __fmaf_rn(sums.y - mean, scale, shift);
+            v[j][2] = __fmaf_rn(sums.z - mean, scale, shift);
+            v[j][3] = __fmaf_rn(sums.w - mean, scale, shift);
+        }
+    }
+
+    /* A summand's numbers: all are asked for before any is waited for. */
+    __device__ __forceinline__ void add(const struct window_run &run, const struct slot &slot,
+                                        const struct cut &cut, const struct window_summand &summand)
+    {
+        const struct tile &tile = slot.tile;
+        const uint32_t first = slot.set * WINDOW_OUTS * summand.channel +
+                               (tile.at[0] + depth) * summand.depth +
+                               (tile.at[1] + line) * summand.line + tile.at[2] * summand.column;
+        const float *of[FOURS]; /* what goes with the first of each run */
+        float with[FOURS][WIDTH];
+
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) /* behind the last channel, the last's */
+            of[j] = summand.tensor +
+                    (uint32_t)(first + min(channel + j * step, cut.channels - 1) * summand.channel);
+        if (summand.kind == SUMMAND_ONE) {
+#pragma unroll
+            for (int j = 0; j < FOURS; j++)
+                with[j][0] = __ldg(of[j]);
+#pragma unroll
+            for (int j = 0; j < FOURS; j++)
+#pragma unroll
+                for (int k = 0; k < WIDTH; k++)
+                    v[j][k] += with[j][0];
+            return;
+        }
+#pragma unroll
+        for (int j = 0; j < FOURS; j++)
+            if (summand.kind == SUMMAND_FOURS) {
+                const float4 four = __ldg((const float4 *)(of[j] + min(from, cut.length - WIDTH)));
+
+                with[j][0] = four.x, with[j][1] = four.y, with[j][2] = four.z, with[j][3] = four.w;
+            } else {
+#pragma unroll
+                for (int k = 0; k < WIDTH; k++) {
+                    const uint32_t at = max(0, min(from - skip(j) + k, cut.length - 1));
+
+                    with[j][k] = __ldg(
+                        of[j] + (uint32_t)(at * summand.column + line_of(run, at) * summand.turn));
+                }
+            }
+#pragma unroll
+        for (int j = 0; j < FOURS; j++)
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                v[j][k] += with[j][k];
+    }
+
+    __device__ __forceinline__ void mask(const struct tail &tail, const struct point &point,
+                                         const struct window_end &end)
+    {
+        const uint64_t counter = __ldg(&tail.counters[point.counter * tail.counter_pitch + end.s]);
+
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) {
+            const struct stream stream = end_stream(end, element(j) / WIDTH);
+            const uint4 words = dropout_words(end.seed, counter + stream.turn, stream.thread);
+
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                v[j][k] =
+                    dropout_masked(v[j][k], dropout_word(words, k) < point.keep_below, point.scale);
+        }
+    }
+
+    template <bool ADDS>
+    __device__ __forceinline__ void finish(const struct window_run &run, const struct tail &tail,
+                                           const struct slot &slot, const struct cut &cut,
+                                           const struct point &point)
+    {
+        if (ADDS && point.kind == POINT_ADD) {
+            add(run, slot, cut, run.summands[point.summand]);
+        } else if (point.kind == POINT_LIMIT) {
+#pragma unroll
+            for (int j = 0; j < FOURS; j++)
+                limit(point.low, point.high, v[j]);
+        } else if (!slot.end.plain) {
+            if (point.zero) {
+#pragma unroll
+                for (int j = 0; j < FOURS; j++)
+#pragma unroll
+                    for (int k = 0; k < WIDTH; k++)
+                        v[j][k] = __fmul_rn(v[j][k], 0.0f);
+            } else {
+                mask(tail, point, slot.end);
+            }
+        }
+    }
+
+    template <typename TO>
+    __device__ __forceinline__ void send(const struct cut &cut, void *to) const
+    {
+        const bool aligned = (uintptr_t)to % (WIDTH * sizeof(TO)) == 0;
+
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) {
+            const int at = from - skip(j);
+
+            if (channel + j * step < cut.channels && at < cut.length)
+                store_row<TO>(to, aligned, element(j), max(0, -at), min(WIDTH, cut.length - at),
+                              v[j]);
+        }
+    }
+};
+
+/* A warp's share of a slot where points are left to do. */
+template <typename TO, bool ADDS>
+static __device__ __forceinline__ void send_points(const struct window_run &run,
+                                                   const struct tail &tail, const struct slot &slot,
+                                                   const float *values, int warp)
+{
+    static_assert(WINDOW_OUTS == FOURS * DRAINS, "no rest, and the same lines");
+
+#pragma unroll 1
+    for (int i = warp; i < cut_of(run, slot).shares(slot.tile); i += FOURS * DRAINS) {
+        const struct cut cut = cut_of(run, slot); /* again: or it is kept, and spilled */
+        struct four_runs fours;
+
+        fours.take(run, slot, cut, values, i);
+#pragma unroll 1
+        for (int p = 0; p < tail.n_points; p++) {
+            fours.forget();
+            fours.finish<ADDS>(run, tail, slot, cut, tail.points[p]);
+        }
+        fours.forget();
+        fours.send<TO>(cut, slot.end.to);
     }
 }
 
@@ -262,7 +479,7 @@ static __device__ void row_end(const struct window_run &run, const struct tail &
     const struct segment &seg = tail.segments[low];
     const int64_t at = row - seg.row;
     const int size = tail.to || tail.dtype == DTYPE_FLOAT32 ? 4 : 2;
-    struct window_end end = {NULL, seg.seed, 0, 0, 0, low, -INFINITY, INFINITY, true};
+    struct window_end end = {NULL, seg.seed, 0, 0, 0, 0, low, -INFINITY, INFINITY, true};
 
     end.to = tail.to ? (char *)(tail.to + row * tail.elements)
                      : (char *)seg.y + (seg.out_row + at) * tail.elements * size;
@@ -283,6 +500,7 @@ static __device__ void row_end(const struct window_run &run, const struct tail &
         end.turn = stream.turn;
         end.thread = stream.thread;
         end.threads = stream.threads;
+        end.inverse = ~0u / stream.threads;
     }
     run.ends[row] = end;
 }

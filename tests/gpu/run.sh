@@ -75,7 +75,7 @@ sanitizer)
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     for tool in racecheck memcheck initcheck synccheck; do
         run=("$sanitizer" --tool "$tool" --error-exitcode 9)
-        for t in narrow wide scaled kinds library conv conv_implicit conv_shifted conv_library norm points adds constant; do
+        for t in narrow wide scaled kinds library conv conv_implicit conv_shifted conv_library norm points adds adds_fused constant; do
             beside "${LIMIT_S:-120}" "$tool: small_$t" env TESTS=small_$t "${run[@]}" "$B/tests/gpu/test_gpu_small"
         done
         beside "${LIMIT_S:-120}" "$tool: conv bound" env TESTS=test_bound "${run[@]}" "$B/tests/gpu/test_conv"

@@ -18,6 +18,8 @@
 #define AMIN             "{ op = \"amin\"; dim = 1; keepdim = true; },"
 #define OUTER(shape)     "{ op = \"add\"; tensor = \"t\"; shape = [" shape "]; });"
 #define ADD(name, shape) "{ op = \"add\"; tensor = \"" name "\"; shape = [" shape "]; },"
+#define LIMITS           "{ op = \"minimum\"; value = 1.5; }, { op = \"clamp\"; min = -1.5; },"
+#define DROPOUT          "{ op = \"dropout\"; p = 0.2; }"
 #define POINTS(minimum)                                                                      \
     "{ op = \"minimum\"; value = " minimum "; }, { op = \"clamp\"; min = 0.0; max = 1.0; }," \
     "{ op = \"dropout\"; p = 0.2; });"
@@ -294,6 +296,45 @@ static void small_adds(void **state)
         true, ROWS_SPOILT, 1e-4, 1, 9);
 }
 
+/* One number for a run, one for a line, a line's, a run's own: with limits between, and a mask. */
+#define ALL_ADDS(c, d, h, w) \
+    ADD("t", c ", 1, 1, 1")  \
+    ADD("u", h ", 1")        \
+    LIMITS ADD("v", w) DROPOUT "," LIMITS ADD("x", c ", " d ", " h ", " w) DROPOUT ");"
+
+/* The same behind the fused convolution, of which nothing is cut off: in whole fours and not, in
+ * runs of a line and of several, of more fours than a warp has lanes, from channels of which 16 do
+ * not make a tile; drawn masks alone as well. */
+static void small_adds_fused(void **state)
+{
+    (void)state;
+    RUN(MODEL("float32", "fp32", "3, 4, 8, 12") CONV3D("16") "}," NORM("8")
+            ALL_ADDS("16", "2", "6", "10"),
+        true, ROWS_SPOILT, 1e-4, 1, 4);
+    RUN(MODEL("float32", "fp32", "3, 3, 8, 64") CONV3D("16") "}," NORM("8") ADD("t", "16, 1, 1, 1")
+            LIMITS DROPOUT ");",
+        false, ROWS_PLAIN, 1e-4, 1, 4);
+    RUN(MODEL("float32", "fp32", "3, 3, 8, 64") CONV3D("16") "}," NORM("8")
+            ALL_ADDS("16", "1", "6", "62"),
+        true, ROWS_PLAIN, 1e-4, 3);
+    RUN(MODEL("float32", "fp32", "3, 4, 4, 12") CONV3D("10") "padding = 1; }," NORM("5")
+            ADD("t", "4, 1, 1") LIMITS ADD("u", "10, 1, 4, 12") DROPOUT "," ADD("v", "4, 4, 12")
+                LIMITS DROPOUT ");",
+        true, ROWS_PLAIN, 1e-4, 3);
+    RUN(MODEL("float32", "fp32", "3, 4, 7, 11") CONV3D("20") "}," NORM("10")
+            ALL_ADDS("20", "2", "5", "9"),
+        true, ROWS_PLAIN, 1e-4, 3);
+    RUN(MODEL("bfloat16", "fp32", "3, 3, 5, 71") CONV3D("16") "}," NORM("8")
+            ALL_ADDS("16", "1", "3", "69"),
+        true, ROWS_PLAIN, 5e-2, 3);
+    RUN(MODEL("float16", "fp32", "3, 4, 8, 12") CONV3D("16") "}," NORM("8")
+            ALL_ADDS("16", "2", "6", "10"),
+        false, ROWS_PLAIN, 1e-2, 3);
+    RUN(MODEL("float32", "fp32", "3, 4, 7, 64") CONV3D("16") "}," NORM("8") LIMITS DROPOUT
+        "," LIMITS DROPOUT ");",
+        true, ROWS_PLAIN, 1e-4, 1, 4);
+}
+
 /* The guard, the fill, and the full path of rows that the guard stops. */
 static void small_constant(void **state)
 {
@@ -313,7 +354,7 @@ int main(void)
         cmocka_unit_test(small_norm),         cmocka_unit_test(small_points),
         cmocka_unit_test(small_constant),     cmocka_unit_test(small_conv_implicit),
         cmocka_unit_test(small_conv_shifted), cmocka_unit_test(small_adds),
-        cmocka_unit_test(small_scaled),
+        cmocka_unit_test(small_scaled),       cmocka_unit_test(small_adds_fused),
     };
 
     return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
