@@ -376,8 +376,13 @@ int main(int argc, char **argv)
           models_b(&fixture, true, 16, 64, 64, "0.0"), b_rows, 128);
     bench(&(struct line){.name = "b-full", .torch = "b-full"},
           models_b(&fixture, true, 16, 64, 64, "0.5"), b_rows, 128);
+    bench(&(struct line){.name = "b-full-train", .torch = "b-full-train", .train = true},
+          models_b(&fixture, true, 16, 64, 64, "0.5"), many, 128);
     bench(&(struct line){.name = "b-full-add", .torch = "b-full-add"},
           model_b("float32", "{ op = \"add\"; tensor = \"t\"; shape = [16, 1, 1, 1]; },", "0.5"),
+          many, 128);
+    bench(&(struct line){.name = "b-full-add-all", .torch = "b-full-add-all"},
+          model_b("float32", "{ op = \"add\"; tensor = \"t\"; shape = [16, 14, 62, 62]; },", "0.5"),
           many, 128);
     bench(&(struct line){.name = "b-eval-nan", .spoilt = NAN}, model_b("float32", "", "0.0"), many,
           128);

@@ -108,9 +108,12 @@ for rows in (1, 8, 32, 128):
 for rows in (1, 8, 32, 128):
     say("b-full", rows, model_b(0.5, False), (3, 16, 64, 64), compiled and rows == 128)
 conv, norm = conv3d(16, 3, (3, 3, 3), 1, 0), group_norm(8, 16)
-t, half = torch.randn(16, 1, 1, 1, device="cuda"), torch.tensor(0.5, device="cuda")
-say("b-full-add", 128, lambda x: F.dropout(torch.clamp(torch.minimum(norm(conv(x)) + t, half), 0.0, 1.0), 0.2, False),
-    (3, 16, 64, 64), compiled)
+half = torch.tensor(0.5, device="cuda")
+say("b-full-train", 128, model_b(0.5, True), (3, 16, 64, 64), compiled)
+for name, shape in (("b-full-add", (16, 1, 1, 1)), ("b-full-add-all", (16, 14, 62, 62))):
+    t = torch.randn(*shape, device="cuda")
+    say(name, 128, lambda x: F.dropout(torch.clamp(torch.minimum(norm(conv(x)) + t, half), 0.0, 1.0), 0.2, False),
+        (3, 16, 64, 64), compiled)
 for name, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
     say(f"b-eval-{name}", 128, model_b(0.0, False, dtype), (3, 16, 64, 64), False, dtype)
     say(f"b-train-{name}", 128, model_b(0.0, True, dtype), (3, 16, 64, 64), False, dtype)
