@@ -5,7 +5,8 @@
  * pinned to one core and the other side to another, or both to one; the median of the rounds'
  * ratios counts. With the argument "others", only what other clients do to one.
  *
- *     call       a library call of a tiny model   a bare SEQPACKET ping-pong
+ *     call       a library call of a tiny model   a bare SEQPACKET ping-pong; and one that a
+ *                                                 second thread answers, as an engine does
  *     busy       a refused request                a ping
  *     deadline   lateness of DEADLINE answers     lateness of a thread with a timerfd
  *     polite     p99 while another uid floods     p99 of the same client alone
@@ -17,8 +18,10 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/timerfd.h>
@@ -161,8 +164,44 @@ static struct fused *connect_or_die(const struct served *served)
     return f;
 }
 
+static struct {
+    sem_t work;
+    int done; /* eventfd */
+} hop;
+
+static void *hop_answer(void *none)
+{
+    while (sem_wait(&hop.work) == 0 && eventfd_write(hop.done, 1) == 0)
+        ;
+    return none;
+}
+
+/* Each message goes to another thread and comes back before it is answered: what serving costs a
+ * process at least whose loop does not compute. */
+static void hop_echo(int fd)
+{
+    struct pollfd fds[2] = {{.fd = fd, .events = POLLIN}, {.events = POLLIN}};
+    char message[MESSAGE];
+    pthread_t thread;
+    eventfd_t n;
+
+    fds[1].fd = hop.done = eventfd(0, EFD_CLOEXEC);
+    if (hop.done < 0 || sem_init(&hop.work, 0, 0) != 0 ||
+        pthread_create(&thread, NULL, hop_answer, NULL) != 0)
+        _exit(1);
+    while (poll(fds, 2, -1) > 0) {
+        if (fds[1].revents && (eventfd_read(hop.done, &n) != 0 ||
+                               send(fd, message, sizeof(message), MSG_NOSIGNAL) < 0))
+            _exit(0);
+        if (fds[0].revents &&
+            (recv(fd, message, sizeof(message), 0) <= 0 || sem_post(&hop.work) != 0))
+            _exit(0);
+    }
+    _exit(1);
+}
+
 /* A child on `core` that sends back what it gets. */
-static pid_t echo(int core, int *ret_fd)
+static pid_t echo(int core, bool hops, int *ret_fd)
 {
     char message[MESSAGE];
     int fds[2];
@@ -176,6 +215,8 @@ static pid_t echo(int core, int *ret_fd)
 
         pin(core);
         close(fds[0]);
+        if (hops)
+            hop_echo(fds[1]);
         while ((n = recv(fds[1], message, sizeof(message), 0)) > 0) {
             if (send(fds[1], message, (size_t)n, 0) != n)
                 break;
@@ -221,22 +262,13 @@ static double time_pingpong(int fd)
     return (double)(now_ns() - begin) / 1e3;
 }
 
-static void bench_call(const char *what, int core, double goal)
+/* Ours and another one's in turns: the median of the rounds, and of their ratios. */
+static double in_turns(struct fused *f, int fd, double *ret_ours, double *ret_bare)
 {
     static double ours[CALLS], bare[CALLS];
     double ratios[ROUNDS], ours_p50[ROUNDS], bare_p50[ROUNDS];
     struct fused_infer call = tiny_call();
-    struct served served;
-    struct fused *f;
-    pid_t other;
-    int fd;
 
-    serve(&served, core, NULL, "batching = { max_rows = 64; };");
-    other = echo(core, &fd);
-    pin(0);
-    f = connect_or_die(&served);
-    for (int i = 0; i < CALLS; i++)
-        time_call(f, &call, 0);
     for (int k = 0; k < ROUNDS; k++) {
         for (int i = 0; i < CALLS; i++) {
             ours[i] = time_call(f, &call, 0);
@@ -246,11 +278,37 @@ static void bench_call(const char *what, int core, double goal)
         bare_p50[k] = quantile(bare, CALLS, 0.5);
         ratios[k] = ours_p50[k] / bare_p50[k];
     }
-    print(what, quantile(ours_p50, ROUNDS, 0.5), quantile(bare_p50, ROUNDS, 0.5),
-          quantile(ratios, ROUNDS, 0.5), goal);
-    fused_close(f);
+    *ret_ours = quantile(ours_p50, ROUNDS, 0.5);
+    *ret_bare = quantile(bare_p50, ROUNDS, 0.5);
+    return quantile(ratios, ROUNDS, 0.5);
+}
+
+static void bench_call(const char *what, int core, double goal)
+{
+    struct fused_infer call = tiny_call();
+    double ours, bare, ratio;
+    struct served served;
+    struct fused *f;
+    pid_t pid;
+    int fd;
+
+    serve(&served, core, NULL, "batching = { max_rows = 64; };");
+    pid = echo(core, false, &fd);
+    pin(0);
+    f = connect_or_die(&served);
+    for (int i = 0; i < CALLS; i++)
+        time_call(f, &call, 0);
+    ratio = in_turns(f, fd, &ours, &bare);
+    print(what, ours, bare, ratio, goal);
     close(fd);
-    waitpid(other, NULL, 0);
+    waitpid(pid, NULL, 0);
+    pid = echo(core, true, &fd);
+    ratio = in_turns(f, fd, &ours, &bare);
+    printf("%-34s %9.1f us %9.1f us %8.2f   that a second thread answers\n", "  against one", ours,
+           bare, ratio);
+    close(fd);
+    waitpid(pid, NULL, 0);
+    fused_close(f);
     end_served(&served);
 }
 
