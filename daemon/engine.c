@@ -27,6 +27,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "bell.h"
 #include "clock.h"
 
 #define SPIN_IN_FLIGHT_US 5000
@@ -44,7 +45,7 @@ struct engine {
     /* the loop thread's */
     unsigned n_in_flight;
     uint64_t ended_us; /* the last time that a batch did */
-    uv_async_t wake;
+    struct bell bell;  /* a batch has ended */
     void (*done)(void *context);
     void *context;
 
@@ -82,7 +83,7 @@ static void finish(struct engine *engine, struct engine_batch *batch, int result
     pthread_mutex_lock(&engine->lock);
     TAILQ_INSERT_TAIL(&engine->outbox, batch, link);
     pthread_mutex_unlock(&engine->lock);
-    uv_async_send(&engine->wake);
+    bell_ring(&engine->bell);
 }
 
 /* Moves what waits in the inbox into `taken`. With `sleep`, waits for something. False: stop. */
@@ -176,16 +177,16 @@ static void *engine_main(void *argument)
     }
 }
 
-static void on_wake(uv_async_t *wake)
+static void on_bell(void *context)
 {
-    struct engine *engine = wake->data;
+    struct engine *engine = context;
 
     engine->done(engine->context);
 }
 
-static void on_closed(uv_handle_t *handle)
+static void on_closed(void *context)
 {
-    struct engine *engine = handle->data;
+    struct engine *engine = context;
 
     pthread_mutex_destroy(&engine->lock);
     pthread_cond_destroy(&engine->work);
@@ -218,19 +219,18 @@ int engine_new(uv_loop_t *loop, const struct backend_ops *ops, struct backend *b
     pthread_cond_init(&engine->work, NULL);
     for (unsigned i = 0; i < slots; i++)
         engine->slots[i].slot = i;
-    r = uv_async_init(loop, &engine->wake, on_wake);
+    r = bell_init(&engine->bell, loop, on_bell, engine);
     if (r < 0) {
         free(engine);
         return r;
     }
-    engine->wake.data = engine;
     /* Signals are the loop's. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
     r = -pthread_create(&engine->thread, NULL, engine_main, engine);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (r < 0) {
-        uv_close((uv_handle_t *)&engine->wake, on_closed);
+        bell_close(&engine->bell, on_closed);
         return r;
     }
     *ret = engine;
@@ -248,7 +248,7 @@ struct engine *engine_free(struct engine *engine)
     pthread_cond_signal(&engine->work);
     pthread_mutex_unlock(&engine->lock);
     pthread_join(engine->thread, NULL);
-    uv_close((uv_handle_t *)&engine->wake, on_closed);
+    bell_close(&engine->bell, on_closed);
     return NULL;
 }
 
@@ -294,7 +294,7 @@ struct engine_batch *engine_done(struct engine *engine)
     if (batch)
         engine->ended_us = batch->ended_us;
     if (more)
-        uv_async_send(&engine->wake);
+        bell_ring(&engine->bell);
     return batch;
 }
 

@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bell.h"
 #include "clock.h"
 #include "proto/wire.h"
 
@@ -33,7 +34,7 @@ struct letter {
 };
 
 struct post {
-    uv_async_t wake;
+    struct bell bell; /* letters have been sent */
     void (*said)(void *owner, int result, const uint8_t *bytes, size_t n);
     unsigned spin_us;
     unsigned filled, seen; /* the loop's */
@@ -92,7 +93,7 @@ static void *post_main(void *argument)
             letter->result = wire_send(letter->socket, letter->bytes, letter->n, -1);
             atomic_store(&post->sent, ++sent);
         }
-        uv_async_send(&post->wake);
+        bell_ring(&post->bell);
     }
 }
 
@@ -107,14 +108,14 @@ static void look(struct post *post)
     }
 }
 
-static void on_wake(uv_async_t *wake)
+static void on_bell(void *context)
 {
-    look(wake->data);
+    look(context);
 }
 
-static void on_closed(uv_handle_t *handle)
+static void on_closed(void *context)
 {
-    struct post *post = handle->data;
+    struct post *post = context;
 
     pthread_mutex_destroy(&post->lock);
     pthread_cond_destroy(&post->work);
@@ -135,19 +136,18 @@ int post_new(uv_loop_t *loop, unsigned spin_us,
     post->spin_us = spin_us;
     pthread_mutex_init(&post->lock, NULL);
     pthread_cond_init(&post->work, NULL);
-    r = uv_async_init(loop, &post->wake, on_wake);
+    r = bell_init(&post->bell, loop, on_bell, post);
     if (r < 0) {
         free(post);
         return r;
     }
-    post->wake.data = post;
     /* Signals are the loop's. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old);
     r = -pthread_create(&post->thread, NULL, post_main, post);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     if (r < 0) {
-        uv_close((uv_handle_t *)&post->wake, on_closed);
+        bell_close(&post->bell, on_closed);
         return r;
     }
     *ret = post;
@@ -165,7 +165,7 @@ struct post *post_free(struct post *post)
     pthread_mutex_unlock(&post->lock);
     pthread_join(post->thread, NULL);
     look(post);
-    uv_close((uv_handle_t *)&post->wake, on_closed);
+    bell_close(&post->bell, on_closed);
     return NULL;
 }
 
