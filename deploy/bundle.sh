@@ -10,7 +10,8 @@ rm -rf "$to"
 mkdir -p "$to/lib" "$to/tests/gpu" "$to/tests/bench"
 programs=(fused fusectl libfused.so.1 fused-cuda.so fused-cuda-faulty.so tests/demo tests/bench/bench_gpu tests/bench/bench_product
     tests/bench/serve_ping tests/bench/serve_maker)
-for p in test_gpu test_gpu_golden test_gpu_random test_gpu_small test_conv test_shifted test_constant test_product eval_gpu way_gpu drive filter; do
+for p in test_gpu_golden test_gpu_random test_gpu_small test_conv test_shifted test_constant test_product test_gpu_batch test_gpu_results \
+    test_gpu_backend eval_gpu way_gpu drive filter; do
     programs+=("tests/gpu/$p")
 done
 for p in "${programs[@]}"; do

@@ -34,7 +34,8 @@ $(B)/fused-cuda-faulty.so: $(call obj,$(SRC_cuda_whole) kernels/cuda/faulty.cu) 
 	$(Q)$(CC) $(LDFLAGS_) $(RPATH_cuda) -shared -Wl,-z,defs -o $@ $^ $(LIBS_cuda)
 
 # Programs that open the backend at run time. They also run from the bundle, with its libraries in lib/.
-GPU_PROGRAMS := $(foreach t,test_gpu test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_shifted test_constant eval_gpu way_gpu,$(B)/tests/gpu/$(t)) \
+GPU_PROGRAMS := $(foreach t,test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_shifted test_constant test_gpu_batch test_gpu_results \
+                  test_gpu_backend eval_gpu way_gpu,$(B)/tests/gpu/$(t)) \
                 $(B)/tests/bench/bench_gpu
 define gpu_program
 $(1): $$(patsubst $(B)/%,$(B)/obj/%.c.o,$(1)) $(B)/libcpu.a $(B)/libkernels.a

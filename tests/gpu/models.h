@@ -104,6 +104,15 @@ static inline void models_run(const struct pipeline *pipeline, const void *x, vo
     device_get()->ops->unload(device_get()->backend, plan);
 }
 
+/* The same bits, or NaN in both. */
+static inline void models_same(const char *what, const float *a, const float *b, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (memcmp(&a[i], &b[i], sizeof(*a)) != 0 && !(isnan(a[i]) && isnan(b[i])))
+            fail_msg("%s: element %zu is %.9g, and %.9g before", what, i, (double)b[i],
+                     (double)a[i]);
+}
+
 /* These rows against float64; where that is NaN, y has to be. */
 static inline void models_check(const struct pipeline *pipeline, float *x, uint32_t rows,
                                 const char *what, double tolerance)

@@ -64,7 +64,10 @@ all_ended() {
 
 case ${1:-check} in
 check)
-    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_shifted test_constant test_gpu; do one 240 $t "$B/tests/gpu/$t"; done
+    for t in test_gpu_golden test_gpu_random test_gpu_small test_product test_conv test_shifted test_constant test_gpu_batch test_gpu_results \
+        test_gpu_backend; do
+        one 240 $t "$B/tests/gpu/$t"
+    done
     one 240 serve tests/gpu/serve.sh
     one 240 torch_check python3 tests/gpu/torch_check.py "$B/tests/gpu/eval_gpu"
     summary
@@ -85,9 +88,10 @@ sanitizer)
         [ $tool != racecheck ] || continue
         beside "${LIMIT_S:-120}" "$tool: golden" "${run[@]}" "$B/tests/gpu/test_gpu_golden"
         beside "${LIMIT_S:-120}" "$tool: random" env CHAINS=12 "${run[@]}" "$B/tests/gpu/test_gpu_random"
-        for t in guard compact_a compact_b overflow parts; do
-            beside "${LIMIT_S:-120}" "$tool: test_$t" env TESTS=test_$t "${run[@]}" "$B/tests/gpu/test_gpu"
+        for t in guard compact_a compact_b overflow; do
+            beside "${LIMIT_S:-120}" "$tool: test_$t" env TESTS=test_$t "${run[@]}" "$B/tests/gpu/test_gpu_results"
         done
+        beside "${LIMIT_S:-120}" "$tool: test_parts" env TESTS=test_parts "${run[@]}" "$B/tests/gpu/test_gpu_batch"
     done
     all_ended
     summary
