@@ -136,6 +136,11 @@ extern "C" uint64_t conv_resident(const struct conv_shape *shape)
     return weights_of(shape) + (uint64_t)bias_of(shape) * sizeof(float);
 }
 
+extern "C" uint64_t conv_work(const struct conv_shape *shape)
+{
+    return way_of(shape) == WAY_SHIFTED ? shifted_workspace(shape) : 0;
+}
+
 /* cuDNN */
 
 static int tensor_of(cudnnTensorDescriptor_t *ret, int64_t n, int64_t channels,
@@ -267,8 +272,6 @@ extern "C" int conv_new(const struct conv_shape *shape, const float *weight, con
         conv_free(conv);
         return r;
     }
-    if (conv->way == WAY_SHIFTED)
-        conv->workspace = (size_t)shifted_workspace(&conv->shifted);
     if (conv->way == WAY_DIRECT)
         snprintf(conv->text, sizeof(conv->text), "from shared memory, float32 multiply-adds");
     else if (conv->way == WAY_SHIFTED)

@@ -29,12 +29,15 @@ bool conv_native(const struct conv_shape *shape);
 bool conv_pads(const struct conv_shape *shape);
 /* Bytes of the weights as they are kept. */
 uint64_t conv_resident(const struct conv_shape *shape);
+/* Bytes of work space that are known beforehand. */
+uint64_t conv_work(const struct conv_shape *shape);
 /* Samples that x and y must have room for: rows, padded to whole blocks. */
 int64_t conv_rows(const struct conv_shape *shape, int64_t rows);
 /* Takes weights [out, in, kernel] and bias (or NULL) from device memory, both float32. */
 int conv_new(const struct conv_shape *shape, const float *weight, const float *bias,
              cudaStream_t stream, struct conv **ret, struct report *report);
 struct conv *conv_free(struct conv *conv);
+/* The same where only cuDNN knows. */
 uint64_t conv_workspace(const struct conv *conv);
 const char *conv_text(const struct conv *conv);
 unsigned conv_launches(const struct conv *conv, int64_t rows);

@@ -344,8 +344,8 @@ static uint32_t summand_at(const struct summand *summand, int64_t e)
     return at;
 }
 
-/* A step in one dimension is one of so many elements; where a dimension has no second index, it
- * does not matter what is found for it. */
+/* A step in one dimension is one of so many elements. What is found for a dimension of one index
+ * does not matter: it is only ever multiplied by 0. */
 static struct window_summand summand_of(const struct window_run *run, const struct summand *summand)
 {
     const uint32_t width = (uint32_t)run->out[2];

@@ -77,6 +77,7 @@ static uint64_t measure_step(struct builder *b, int i, int64_t rows)
         raise(&b->loading, bytes(b->gemms[stage].in, b->gemms[stage].out, sizeof(float)));
         return resident;
     case STEP_CONV3D:
+        raise(&size->workspace, conv_work(&b->convs[stage]));
         raise(&b->loading, bytes(b->pipeline->stages[stage].weight.elements, 1, sizeof(float)));
         return conv_resident(&b->convs[stage]);
     case STEP_CONV_NORM:

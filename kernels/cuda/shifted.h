@@ -39,9 +39,9 @@ struct shifted {
 };
 
 bool shifted_fits(const struct conv_shape *shape);
-uint64_t shifted_weights(const struct conv_shape *shape); /* bytes */
+uint64_t shifted_weights(const struct conv_shape *shape);   /* bytes */
+uint64_t shifted_workspace(const struct conv_shape *shape); /* bytes, where it fits */
 int shifted_prepare(const struct conv_shape *shape, struct shifted *ret, struct report *report);
-uint64_t shifted_workspace(const struct shifted *shifted);
 unsigned shifted_launches(const struct shifted *shifted, int64_t rows);
 int shifted_repack(const struct shifted *shifted, const struct conv_shape *shape,
                    cudaStream_t stream, const float *from, void *to, struct report *report);

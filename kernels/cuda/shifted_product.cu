@@ -350,7 +350,7 @@ static bool ring_of(const struct conv_shape *shape, int tall, struct shifted_rin
 /* Places of a sample that is laid out, and the one behind its last output. */
 static int64_t places_of(const struct conv_shape *shape, int64_t *ret_last)
 {
-    int64_t plane = 1, padded[3], most = 0;
+    int64_t plane, padded[3], most = 0;
 
     for (int i = 0; i < 3; i++)
         padded[i] = shape->in[i] + 2 * shape->padding[i];
@@ -373,6 +373,15 @@ static int64_t laid_of(const struct conv_shape *shape)
     return steps_of(shape) * 2 * places_of(shape, &last) * PLACE;
 }
 
+/* Samples that are laid out at a time. */
+static int64_t rows_of(const struct conv_shape *shape)
+{
+    int64_t rows = laid_of(shape) < LAID ? LAID / laid_of(shape) : 1;
+
+    rows = rows < shape->rows ? rows : shape->rows;
+    return rows < UINT16_MAX ? rows : UINT16_MAX; /* blocks along z */
+}
+
 /* Where lines are short, too many places would be multiplied for nothing. */
 extern "C" bool shifted_fits(const struct conv_shape *shape)
 {
@@ -387,8 +396,9 @@ extern "C" bool shifted_fits(const struct conv_shape *shape)
             shape->kernel[i] > 64)
             return false;
     return places_of(shape, &last) <= LAID_MAX / PLACE && laid_of(shape) <= LAID_MAX &&
+           steps_of(shape) * 2 <= UINT16_MAX && /* blocks along y */
            last <= 2 * shape->out[0] * shape->out[1] * shape->out[2] && ring_of(shape, 1, &ring) &&
-           size_times((uint64_t)shape->rows, (uint64_t)(last * sets_of(shape))) <= INT32_MAX;
+           rows_of(shape) * ((last + TILE(1) - 1) / TILE(1)) * sets_of(shape) <= INT32_MAX;
 }
 
 extern "C" uint64_t shifted_weights(const struct conv_shape *shape)
@@ -401,7 +411,7 @@ extern "C" uint64_t shifted_weights(const struct conv_shape *shape)
 
 typedef void (*shifted_function)(const struct shifted, int);
 
-template <bool BFLOAT, int TALL> static shifted_function kernel_of(int outs)
+template <bool BFLOAT, int TALL> static shifted_function kernel_for(int outs)
 {
     switch (outs) {
     case 16:
@@ -424,8 +434,8 @@ static const void *kernel_of(const struct conv_shape *shape, int tall)
     const int outs = outs_of(shape);
 
     if (shape->dtype == DTYPE_BFLOAT16)
-        return (const void *)(tall == 1 ? kernel_of<true, 1>(outs) : kernel_of<true, 2>(outs));
-    return (const void *)(tall == 1 ? kernel_of<false, 1>(outs) : kernel_of<false, 2>(outs));
+        return (const void *)(tall == 1 ? kernel_for<true, 1>(outs) : kernel_for<true, 2>(outs));
+    return (const void *)(tall == 1 ? kernel_for<false, 1>(outs) : kernel_for<false, 2>(outs));
 }
 
 extern "C" int shifted_prepare(const struct conv_shape *shape, struct shifted *ret,
@@ -448,14 +458,13 @@ extern "C" int shifted_prepare(const struct conv_shape *shape, struct shifted *r
     p.last = (int)last;
     p.steps = (int)steps_of(shape);
     p.sets = (int)sets_of(shape);
-    p.rows = laid_of(shape) < LAID ? LAID / laid_of(shape) : 1;
-    p.rows = p.rows < shape->rows ? p.rows : shape->rows;
-    p.rows = p.rows < UINT16_MAX ? p.rows : UINT16_MAX; /* blocks along z */
+    p.rows = rows_of(shape);
+    /* What is allowed is a kernel's, not this shape's. */
     for (int tall = 1; tall <= 2 && r == 0; tall++)
         if (ring_of(shape, tall, &p.rings[tall - 1]))
-            r = CUDA(report, cudaFuncSetAttribute(kernel_of(shape, tall),
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  p.rings[tall - 1].size));
+            r = CUDA(report,
+                     cudaFuncSetAttribute(kernel_of(shape, tall),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_MAX));
     if (r == 0)
         r = CUDA(report, cudaGetDevice(&device));
     if (r == 0)
@@ -465,10 +474,9 @@ extern "C" int shifted_prepare(const struct conv_shape *shape, struct shifted *r
     return r;
 }
 
-extern "C" uint64_t shifted_workspace(const struct shifted *shifted)
+extern "C" uint64_t shifted_workspace(const struct conv_shape *shape)
 {
-    return (uint64_t)shifted->rows * (uint64_t)shifted->steps * 2 * (uint64_t)shifted->places *
-           PLACE;
+    return (uint64_t)(rows_of(shape) * laid_of(shape));
 }
 
 extern "C" unsigned shifted_launches(const struct shifted *shifted, int64_t rows)

@@ -188,6 +188,55 @@ static __device__ __forceinline__ void deliver(const struct tail &tail, const st
             round_to(v[k], &y[placed(tail, seg, e + k, seg.out_row, seg.out_rows)]);
 }
 
+/* s: which of the tail's segments. */
+static __device__ __forceinline__ void mask_row(const struct tail &tail, const struct point &point,
+                                                uint64_t seed, int s, const struct stream &stream,
+                                                float v[WIDTH])
+{
+    uint64_t counter = __ldg(&tail.counters[point.counter * tail.counter_pitch + s]);
+
+    if (point.zero) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            v[k] = __fmul_rn(v[k], 0.0f);
+        return;
+    }
+    mask_four(point, seed, counter + stream.turn, stream.thread, v);
+}
+
+/* A tensor's numbers to the four elements at e of a row; behind its end, those of its beginning. */
+static __device__ __forceinline__ void add_row(const struct summand &summand, uint32_t e,
+                                               float v[WIDTH])
+{
+    const int last = summand.rank - 1;
+    uint32_t left = 0, at = 0; /* in the innermost dimension; in the tensor */
+
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++) {
+        if (left == 0) {
+            uint32_t index = e + k;
+
+            at = 0;
+#pragma unroll 1
+            for (int d = last; d > 0; d--) {
+                const uint32_t next = index / summand.dims[d];
+
+                index -= next * summand.dims[d];
+                at += index * summand.stride[d];
+                left = d == last ? summand.dims[d] - index : left;
+                index = next;
+            }
+            while (index >= summand.dims[0]) /* behind the end */
+                index -= summand.dims[0];
+            at += index * summand.stride[0];
+            left = last == 0 ? summand.dims[0] - index : left;
+        }
+        v[k] += __ldg(&summand.tensor[at]);
+        at += summand.stride[last];
+        left--;
+    }
+}
+
 template <enum tail_source SOURCE, bool MASK>
 static __global__ void __launch_bounds__(THREADS)
     tail_kernel(const __grid_constant__ struct tail tail)

@@ -94,7 +94,7 @@ struct window_run {
     /* Zeros before a run and after it: items dealt, warps that have ended, and of each row tiles
      * whose moments are there. */
     uint32_t *dealt, *ended, *arrived;
-    uint32_t per_width; /* of a run's lines: its inverse, times 2^16, and more */
+    uint32_t per_width; /* 2^16 by the width of a run's lines, rounded up: line_of() */
     struct window_summand summands[SUMMANDS_MAX];
 };
 

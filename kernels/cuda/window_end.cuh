@@ -389,12 +389,8 @@ struct four_runs {
 #pragma unroll
         for (int j = 0; j < FOURS; j++) {
             const struct stream stream = end_stream(end, element(j) / WIDTH);
-            const uint4 words = dropout_words(end.seed, counter + stream.turn, stream.thread);
 
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++)
-                v[j][k] =
-                    dropout_masked(v[j][k], dropout_word(words, k) < point.keep_below, point.scale);
+            mask_four(point, end.seed, counter + stream.turn, stream.thread, v[j]);
         }
     }
 

@@ -84,11 +84,10 @@ static inline void models_input(float *x, size_t n, uint64_t seed, float low)
     }
 }
 
-/* Rows of x, in the pipeline's dtype, through a plan of at most 64 rows. */
-static inline void models_run(const struct pipeline *pipeline, const void *x, void *y,
-                              uint32_t rows, bool train)
+/* Rows of x, in the pipeline's dtype. */
+static inline void models_run_in(struct plan *plan, const struct pipeline *pipeline, const void *x,
+                                 void *y, uint32_t rows, bool train)
 {
-    struct plan *plan = device_load(device_get(), pipeline, 64);
     size_t esize = dtype_size(pipeline->dtype);
     size_t x_size = rows * (size_t)shape_elements(&pipeline->in) * esize;
     struct job job = {.x = x,
@@ -101,6 +100,15 @@ static inline void models_run(const struct pipeline *pipeline, const void *x, vo
 
     device_run_in(device_get(), plan, &job, 1, &x_size, 2, 0);
     assert_int_equal(job.result, 0);
+}
+
+/* The same through a plan of at most 64 rows. */
+static inline void models_run(const struct pipeline *pipeline, const void *x, void *y,
+                              uint32_t rows, bool train)
+{
+    struct plan *plan = device_load(device_get(), pipeline, 64);
+
+    models_run_in(plan, pipeline, x, y, rows, train);
     device_get()->ops->unload(device_get()->backend, plan);
 }
 

@@ -362,7 +362,7 @@ static void test_pieces(void **state)
  * never wait for the device. */
 static void test_never_waits(void **state)
 {
-    enum { K = 8192, C = 2048, BUSY = 16384, PLAIN = 512 };
+    enum { K = 8192, C = 2048, BUSY = 16384, PLAIN = 512, ROUNDS = 5 };
     struct device *device = device_get();
     struct pipeline *pipeline = models_a(&fixture, "float32", "fp32", K, C, 128);
     struct plan *plan = device_load(device, pipeline, BUSY);
@@ -379,15 +379,15 @@ static void test_never_waits(void **state)
         {.plan = plan, .jobs = &busy, .n_jobs = 1, .rows = BUSY},
         {.plan = plan, .jobs = jobs, .n_jobs = PLAIN, .rows = PLAIN},
     };
-    double began, took, longest, least = INFINITY; /* of the rounds: what waits does so in all */
-    int r;
+    double began, took, longest;
+    int r, n_late = 0;
 
     (void)state;
     models_input(x, (size_t)PLAIN * K, 1, 0);
     for (int i = 0; i < PLAIN; i++)
         jobs[i] = (struct job){
             .x = x + (size_t)i * K, .y = y + (size_t)i * C, .y_size = (uint64_t)C * 4, .rows = 1};
-    for (int round = 0; round < 5; round++) { /* the first touches pages */
+    for (int round = 0; round < ROUNDS; round++) { /* the first touches pages */
         assert_int_equal(device->ops->start(device->backend, 0, &batches[0]), 0);
         began = device_now();
         assert_int_equal(device->ops->start(device->backend, 1, &batches[1]), 0);
@@ -400,12 +400,14 @@ static void test_never_waits(void **state)
         } while (r == 0);
         assert_int_equal(r, 1);
         took = device_now() - began;
-        least = fmin(least, longest);
+        n_late += longest >= 1.5e-3;
         assert_int_equal(device_wait(device, 0, 10), 1);
     }
-    printf("%d plain requests took %.2f ms beside %d rows, the longest call %.2f ms\n", PLAIN,
-           took * 1e3, BUSY, least * 1e3);
-    assert_true(least < 1.5e-3);
+    printf("%d plain requests took %.2f ms beside %d rows, the longest call %.2f ms; %d of %d "
+           "rounds were late\n",
+           PLAIN, took * 1e3, BUSY, longest * 1e3, n_late, ROUNDS);
+    /* Others may take the processor for as long now and then. */
+    assert_true(2 * n_late < ROUNDS);
     region_free(device, &region);
     device->ops->unload(device->backend, plan);
     pipeline_free(pipeline);

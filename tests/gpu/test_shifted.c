@@ -26,12 +26,25 @@ static struct pipeline *build(const struct shape_case *c)
     return models_build(&fixture, text, c->channels * c->kernel[0] * c->kernel[1] * c->kernel[2]);
 }
 
+/* Not by another way, which would give the same. */
+static void goes_by_wgmma(const struct plan *plan)
+{
+    struct plan_info info;
+
+    device_get()->ops->plan_info(plan, &info);
+    assert_non_null(strstr(info.text, "laid out for wgmma"));
+}
+
 static void check_shape(const struct shape_case *c)
 {
     struct pipeline *pipeline = build(c);
     size_t in = c->rows * (size_t)shape_elements(&pipeline->in);
+    struct plan *plan = device_load(device_get(), pipeline, 1);
     float *x = array(in, sizeof(*x));
     char what[96];
+
+    goes_by_wgmma(plan);
+    device_get()->ops->unload(device_get()->backend, plan);
 
     snprintf(what, sizeof(what), "%s %d [%d %d %d] to %d by [%d %d %d]", c->dtype, c->channels,
              c->in[0], c->in[1], c->in[2], c->outs, c->kernel[0], c->kernel[1], c->kernel[2]);
@@ -42,7 +55,9 @@ static void check_shape(const struct shape_case *c)
 }
 
 /* Channels that fill no step; outputs for every width of the instruction, and for two and three
- * sets; windows of one place, of lines, larger than lines; padding larger than what it pads. */
+ * sets; windows of one place, of lines, in one dimension; padding larger than what it pads; lines
+ * so wide that fewer units are in shared memory, in low tiles and in high ones; windows of more
+ * lines than are. */
 static void test_shapes(void **state)
 {
     static const struct shape_case cases[] = {
@@ -54,13 +69,50 @@ static void test_shapes(void **state)
         {"float16", 17, {3, 8, 300}, 100, {1, 3, 3}, {0, 1, 1}, 1},
         {"bfloat16", 16, {2, 6, 10}, 200, {1, 3, 3}, {0, 0, 0}, 2},
         {"float16", 8, {9, 9, 20}, 300, {3, 1, 3}, {1, 0, 1}, 1},
-        {"float16", 12, {9, 11, 13}, 20, {7, 7, 7}, {3, 3, 3}, 1},
+        {"float16", 12, {8, 14, 40}, 20, {5, 5, 5}, {2, 2, 2}, 1},
         {"bfloat16", 7, {1, 1, 70}, 9, {1, 1, 9}, {0, 0, 4}, 5},
+        {"float16", 6, {1, 1, 70}, 1, {3, 1, 9}, {2, 0, 4}, 2},
+        {"float16", 9, {4, 1, 1}, 12, {5, 1, 1}, {2, 0, 0}, 3},
+        {"bfloat16", 16, {1, 4, 1022}, 16, {1, 3, 3}, {0, 1, 1}, 1},
+        {"float16", 16, {1, 4, 1022}, 16, {1, 3, 3}, {0, 1, 1}, 23},
+        {"float16", 8, {1, 20, 64}, 100, {1, 9, 9}, {0, 4, 4}, 1},
     };
 
     (void)state;
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++)
         check_shape(&cases[i]);
+}
+
+/* Two models by the same kernel: what one needs of it holds when the other, which needs less, has
+ * been loaded. */
+static void test_two_models(void **state)
+{
+    static const struct shape_case large = {"float16", 32, {4, 9, 28}, 64, {3, 3, 3}, {1, 1, 1}, 4};
+    static const struct shape_case small = {"float16", 16, {2, 5, 9}, 64, {1, 1, 1}, {0, 0, 0}, 4};
+    struct pipeline *pipelines[2] = {build(&large), build(&small)};
+    struct plan *plans[2];
+    size_t in = 4 * (size_t)shape_elements(&pipelines[0]->in);
+    size_t out = 4 * (size_t)shape_elements(&pipelines[0]->out);
+    uint16_t *x = array(in, 2), *y = array(out, 2), *want = array(out, 2);
+    float *v = array(in, sizeof(*v));
+
+    (void)state;
+    models_input(v, in, 4, -0.5f);
+    tensor_from_float(pipelines[0]->dtype, v, x, in);
+    for (int i = 0; i < 2; i++) {
+        plans[i] = device_load(device_get(), pipelines[i], 64);
+        goes_by_wgmma(plans[i]);
+        models_run_in(plans[0], pipelines[0], x, i ? y : want, 4, false);
+    }
+    assert_memory_equal(y, want, out * 2);
+    for (int i = 0; i < 2; i++) {
+        device_get()->ops->unload(device_get()->backend, plans[i]);
+        pipeline_free(pipelines[i]);
+    }
+    free(x);
+    free(y);
+    free(want);
+    free(v);
 }
 
 /* NaN and infinities reach the outputs whose windows have them, and no others. */
@@ -110,7 +162,7 @@ static void test_batches(void **state)
 /* More than is laid out at a time. */
 static void test_pieces(void **state)
 {
-    static const struct shape_case c = {"bfloat16", 16, {64, 64, 64}, 3, {1, 1, 1}, {0, 0, 0}, 8};
+    static const struct shape_case c = {"bfloat16", 16, {64, 64, 64}, 3, {1, 1, 1}, {0, 0, 0}, 9};
 
     (void)state;
     check_shape(&c);
@@ -119,10 +171,9 @@ static void test_pieces(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_spoilt),
-        cmocka_unit_test(test_batches),
-        cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_shapes),     cmocka_unit_test(test_spoilt),
+        cmocka_unit_test(test_batches),    cmocka_unit_test(test_pieces),
+        cmocka_unit_test(test_two_models),
     };
 
     return device_run_tests(&fixture, tests, sizeof(tests) / sizeof(tests[0]));
