@@ -204,8 +204,8 @@ static int report(struct bench *bench, int here, int there, const long *memory, 
 
     if (path != NULL && json == NULL)
         return fail(path);
-    printf("client on CPU %d, server on CPU %d; %d runs of %d calls, interleaved\n", here, there,
-           RUNS, CALLS);
+    printf("client on CPU %d, server on CPU %d; %d runs of %d calls (%d late), interleaved\n", here,
+           there, RUNS, CALLS, LATE);
     for (int kind = 0; kind < KINDS; kind++)
         printf("  %-26s p50 %7.2f us  %5.2f times the bare one\n", names[kind],
                median(bench->medians[kind], RUNS), median(bench->ratios[kind], RUNS));
