@@ -363,6 +363,8 @@ static void test_pieces(void **state)
 static void test_never_waits(void **state)
 {
     enum { K = 8192, C = 2048, BUSY = 16384, PLAIN = 512, ROUNDS = 5 };
+    /* Copying 8 MiB takes a millisecond or two; for 512 MiB the bus takes ten. */
+    const double late = 3e-3;
     struct device *device = device_get();
     struct pipeline *pipeline = models_a(&fixture, "float32", "fp32", K, C, 128);
     struct plan *plan = device_load(device, pipeline, BUSY);
@@ -400,7 +402,7 @@ static void test_never_waits(void **state)
         } while (r == 0);
         assert_int_equal(r, 1);
         took = device_now() - began;
-        n_late += longest >= 1.5e-3;
+        n_late += longest >= late;
         assert_int_equal(device_wait(device, 0, 10), 1);
     }
     printf("%d plain requests took %.2f ms beside %d rows, the longest call %.2f ms; %d of %d "
