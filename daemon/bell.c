@@ -47,9 +47,11 @@ int bell_init(struct bell *bell, uv_loop_t *loop, void (*heard)(void *context), 
 
 void bell_ring(struct bell *bell)
 {
+    if (atomic_exchange(&bell->rings, true))
+        return;
     /* Refused is only what a full counter has no room for, and that rings already. */
-    if (!atomic_exchange(&bell->rings, true))
-        eventfd_write(bell->fd, 1);
+    while (eventfd_write(bell->fd, 1) < 0 && errno == EINTR)
+        ;
 }
 
 static void on_closed(uv_handle_t *handle)

@@ -37,7 +37,7 @@ int64_t conv_rows(const struct conv_shape *shape, int64_t rows);
 int conv_new(const struct conv_shape *shape, const float *weight, const float *bias,
              cudaStream_t stream, struct conv **ret, struct report *report);
 struct conv *conv_free(struct conv *conv);
-/* The same where only cuDNN knows. */
+/* Bytes of it that only cuDNN knows. */
 uint64_t conv_workspace(const struct conv *conv);
 const char *conv_text(const struct conv *conv);
 unsigned conv_launches(const struct conv *conv, int64_t rows);
