@@ -330,6 +330,7 @@ static void test_random(void **unused)
 
     (void)unused;
     printf("seed %" PRIu64 ", %d chains\n", state, n);
+    assert_true(n > 0);
     fixture_make(&fixture);
     for (int i = 0; i < n; i++) {
         static struct draft draft;

@@ -189,12 +189,12 @@ static void test_two(void **state)
     check(models_build(&fixture, text, 81), 64, "two convolutions", 1e-5);
 }
 
-static void same(const char *what, size_t row, const float *a, const float *b, size_t n)
+static void same_sample(const char *what, size_t row, const float *a, const float *b, size_t n)
 {
-    for (size_t i = 0; i < n; i++)
-        if (memcmp(&a[i], &b[i], sizeof(*a)) != 0 && !(isnan(a[i]) && isnan(b[i])))
-            fail_msg("%s: element %zu of sample %zu is %.9g, and %.9g", what, i, row, (double)a[i],
-                     (double)b[i]);
+    char text[96];
+
+    snprintf(text, sizeof(text), "%s, sample %zu", what, row);
+    models_same(text, a, b, n);
 }
 
 /* A sample with one number that is none, wherever it lies, is NaN throughout; its neighbours are
@@ -221,7 +221,7 @@ static void test_positions(void **state)
     models_run(pipeline, x, y, rows, false);
     for (uint32_t row = 0; row < rows; row++)
         if (row % 2)
-            same("beside a spoilt sample", row, clean + row * out, y + row * out, out);
+            same_sample("beside a spoilt sample", row, clean + row * out, y + row * out, out);
         else
             for (size_t i = 0; i < out; i++)
                 if (!isnan(y[row * out + i]))
@@ -265,7 +265,7 @@ static void test_bound(void **state)
         models_run(whole, x, want, ROWS, train);
         models_run(proven, x, y, ROWS, train);
         for (uint32_t row = 0; row < ROWS; row++)
-            same("with the proof", row, want + row * out, y + row * out, out);
+            same_sample("with the proof", row, want + row * out, y + row * out, out);
     }
     pipeline_free(proven);
     pipeline_free(whole);
