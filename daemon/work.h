@@ -11,7 +11,7 @@
 
 #include <uv.h>
 
-#define WORKS_AT_ONCE 8 /* threads of libuv's pool, for pinning is mostly pauses */
+#define WORKS_AT_ONCE 8 /* threads of libuv's pool; its own four would often all be pausing */
 #define WORKS_A_PARTY 2 /* of them, at most, for one party */
 
 struct work;
